@@ -1,0 +1,107 @@
+"""The contract between a plan and the kernels: one int32 buffer, described by a small static part.
+
+The buffer holds everything that may change from step to step, so a new plan of the same *shape* (bucket sizes)
+reuses the compiled program, and one transfer brings it to the device::
+
+    header | items of launch 0 | items of launch 1 | ... | rows | positions | slots | reduce | entries ...
+
+**Row**: a query in the planner's numbering. ``rows[r]`` is the index in ``q`` of row ``r``.
+
+**Entry**: up to ``unit`` tokens side by side in the cache. A *plain* entry is ``(slot, count, position)``: its tokens
+are cache slots ``slot .. slot + count - 1`` at absolute positions ``position ..``, and every row of the item sees
+them. A *masked* entry adds ``(low, high)``: rows ``low <= r < high`` see it. If the flag ``CAUSAL`` is set in its
+count, token ``x`` of the entry is seen from row ``low + x`` on: new tokens of one node, causal among themselves.
+
+**Item**: rows ``row .. row + num_rows - 1`` times its plain entries and its masked entries. It writes either
+partials, at ``partial .. partial + num_rows - 1``, or, where a row has no other item, the final output
+(``partial == -1``).
+
+**Reduce**: ``reduce[i] .. reduce[i + 1]`` are the places in the buffer that list the partials of query ``i``; the
+kernel merges them in that order, so results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HEADER_SIZE = 32
+# Header fields. 0..7: number of items of each launch.
+NUM_QUERIES = 8
+STEPS_TAKEN = 9
+NUM_GROWING = 10
+GROWING_BEGIN = 11
+MAX_LAUNCHES = 8
+
+# Fields of an item record.
+ITEM_SIZE = 8
+ROW, NUM_ROWS, PLAIN_BEGIN, PLAIN_COUNT, MASKED_BEGIN, MASKED_COUNT, PARTIAL, TOKENS = range(ITEM_SIZE)
+
+# Fields of an entry; a plain entry stops after POSITION.
+SLOT, COUNT, POSITION, LOW, HIGH = range(5)
+PLAIN_SIZE = 3
+MASKED_SIZE = 5
+CAUSAL = 1 << 16  # flag in COUNT
+COUNT_MASK = CAUSAL - 1
+
+
+@dataclass(frozen=True)
+class TileClass:
+    """The shape of a program: which items suit it is the planner's business.
+
+    Attributes:
+        rows: rows of the matrix tile, that is queries x (query heads a KV head). A power of two, at least 16.
+        block_kv: tokens a step, a power of two, at least 16 and a multiple of ``unit``.
+        unit: tokens an entry holds at most, a power of two.
+        masked: the program also walks masked entries.
+        warps, stages: Triton's launch parameters.
+    """
+
+    rows: int
+    block_kv: int
+    unit: int
+    masked: bool
+    warps: int
+    stages: int
+
+    def heads_per_tile(self, group: int) -> int:
+        """Query heads of one KV head that share a tile (all, unless the group is larger than the tile)."""
+        return min(group, self.rows)
+
+    def queries_per_tile(self, group: int) -> int:
+        return self.rows // self.heads_per_tile(group)
+
+    def name(self) -> str:
+        return f"r{self.rows}k{self.block_kv}u{self.unit}{'m' if self.masked else ''}w{self.warps}s{self.stages}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Items of one tile class: records from ``items_at`` on, run by ``grid`` programs (each loops if it must)."""
+
+    tile: TileClass
+    grid: int
+    capacity: int
+    items_at: int
+
+
+@dataclass(frozen=True)
+class WorkShape:
+    """The static part of a plan: all that decides which program is compiled."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+    launches: tuple[Launch, ...]
+    row_capacity: int
+    rows_at: int
+    positions_at: int
+    slots_at: int
+    reduce_at: int
+    partial_rows: int  # rows of the partial buffer; 0: every item is final and there is nothing to reduce
+    buffer_size: int
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads

@@ -1,0 +1,79 @@
+"""Tree reduction as a Pallas kernel (Triton backend): one program merges the partials of one query.
+
+The partials come in a fixed order and are merged one after the other in float32 registers, so the result repeats bit
+for bit, unlike the atomics of DeFT's reduction. :mod:`pallas_kernels.reduce_xla` is the version this must equal.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import layout as lo
+from pallas_kernels.options import LOG2E
+from pallas_kernels.state import AttentionState
+
+HEADS_PER_PROGRAM = 4
+
+
+def reduce_partials(
+    buffer: jax.Array, state: AttentionState, *, shape: lo.WorkShape, interpret: bool = False
+) -> AttentionState:
+    """Write ``out`` and ``lse`` of every query that has partials; the others already hold their final value."""
+    heads = min(HEADS_PER_PROGRAM, pl.next_power_of_2(shape.num_q_heads))
+    outputs = (
+        jax.ShapeDtypeStruct(state.out.shape, state.out.dtype),
+        jax.ShapeDtypeStruct(state.lse.shape, state.lse.dtype),
+    )
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, heads=heads, shape=shape),
+        grid=(state.out.shape[0], pl.cdiv(shape.num_q_heads, heads)),
+        out_shape=outputs,
+        input_output_aliases={3: 0, 4: 1},
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=2),
+        interpret=interpret,
+        name="tree_reduce",
+    )(buffer, state.partial_out, state.partial_lse, state.out, state.lse)
+    return state._replace(out=out, lse=lse)
+
+
+def _kernel(buffer_ref, partial_out_ref, partial_lse_ref, _, __, out_ref, lse_ref, *, heads, shape):
+    query = pl.program_id(0)
+    begin = buffer_ref[shape.reduce_at + query]
+    count = buffer_ref[shape.reduce_at + query + 1] - begin
+    width = shape.v_head_dim
+    head = pl.program_id(1) * heads + jnp.arange(heads)
+    exists = head < shape.num_q_heads
+    head = jnp.where(exists, head, 0)
+    column = jnp.arange(pl.next_power_of_2(width))[None, :]
+    exists2d = jnp.broadcast_to(exists[:, None], (heads, column.shape[1])) & (column < width)
+
+    def merge(i, carry):
+        out, peak, total = carry
+        place = buffer_ref[begin + i]
+        place_column = jnp.full((heads,), place)
+        lse = plgpu.load(partial_lse_ref.at[(place_column, head)], mask=exists, other=-jnp.inf)
+        part = plgpu.load(partial_out_ref.at[(place_column[:, None], head[:, None], column)], mask=exists2d, other=0.0)
+        new_peak = jnp.maximum(peak, lse)
+        base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
+        shrink, weight = jnp.exp2(peak - base), jnp.exp2(lse - base)
+        return out * shrink[:, None] + part * weight[:, None], new_peak, total * shrink + weight
+
+    @pl.when(count > 0)
+    def _():
+        carry = (
+            jnp.zeros((heads, column.shape[1]), jnp.float32),
+            jnp.full((heads,), -jnp.inf, jnp.float32),
+            jnp.zeros((heads,), jnp.float32),
+        )
+        out, peak, total = lax.fori_loop(0, count, merge, carry)
+        some = jnp.where(total == 0, 1.0, total)
+        out = (out / some[:, None]).astype(out_ref.dtype)
+        lse = jnp.where(total == 0, -jnp.inf, (peak + jnp.log2(some)) / LOG2E)
+        plgpu.store(out_ref.at[(query, head[:, None], column)], out, mask=exists2d)
+        plgpu.store(lse_ref.at[(query, head)], lse, mask=exists)

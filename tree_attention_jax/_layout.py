@@ -1,0 +1,104 @@
+"""Depth-first numbering: the step that turns "who sees what" into intervals.
+
+Number the queries in depth-first preorder of their nodes, a node's own first; call that number a *row*. Then
+the rows that see a token form one interval: all rows of the subtree for an old token of a node, and the
+subtree's rows from ``j`` on for the node's ``j``-th new token. Every tiling below is rectangles over rows x
+tokens, and a mask is two integers a run of tokens, where DeFT packs one bit a query into words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_arange
+
+if TYPE_CHECKING:
+    from tree_attention_jax.topology import TokenTree
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Per node, in node order, unless said otherwise; int32."""
+
+    depth: np.ndarray  # 0 for a root
+    position: np.ndarray  # absolute position of the node's first token
+    preorder: np.ndarray  # depth-first rank of the node
+    order: np.ndarray  # its inverse: nodes in depth-first order
+    subtree_nodes: np.ndarray  # nodes of the subtree, the node included
+    row_begin: np.ndarray  # rows of the subtree: [row_begin, row_end)
+    row_end: np.ndarray
+    old_len: np.ndarray  # tokens that every row of the subtree sees; the rest is causal among the node's rows
+    row_query: np.ndarray  # [num_queries] query index of each row
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_query)
+
+    @classmethod
+    def of(cls, tree: TokenTree) -> Layout:
+        parent, kv_len, q_len = tree.parent, tree.kv_len, tree.q_len
+        depth, position, size = _accumulate(parent, kv_len)
+        preorder = _preorder(parent, size, depth)
+        order = np.empty_like(preorder)
+        order[preorder] = np.arange(len(parent), dtype=np.int32)
+        row_offset = exclusive_cumsum(q_len[order])
+        row_begin = row_offset[preorder]
+        query_begin = exclusive_cumsum(q_len)[:-1]
+        lengths = q_len[order]
+        row_query = np.repeat(query_begin[order], lengths) + ragged_arange(lengths)
+        return cls(
+            depth=depth,
+            position=position,
+            preorder=preorder,
+            order=order,
+            subtree_nodes=size,
+            row_begin=row_begin,
+            row_end=row_offset[preorder + size],
+            # A single new token is seen by its own row and all below, just like an old one.
+            old_len=np.where(q_len > 1, kv_len - q_len, kv_len),
+            row_query=row_query.astype(np.int32),
+        )
+
+
+def _accumulate(parent: np.ndarray, kv_len: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Depth, tokens of all proper ancestors, and subtree size, by pointer doubling: log2(depth) passes."""
+    above = parent.copy()
+    depth = (parent >= 0).astype(np.int32)
+    position = np.where(parent >= 0, kv_len[parent], 0).astype(np.int32)
+    size = np.ones(len(parent), np.int32)
+    alive = np.flatnonzero(above >= 0)
+    while len(alive):
+        up = above[alive]
+        gained = np.bincount(up, weights=size[alive], minlength=len(parent))
+        size = size + gained.astype(np.int32)
+        depth[alive] += depth[up]
+        position[alive] += position[up]
+        above[alive] = above[up]
+        alive = alive[above[alive] >= 0]
+    return depth, position, size
+
+
+def _preorder(parent: np.ndarray, size: np.ndarray, depth: np.ndarray) -> np.ndarray:
+    """Depth-first rank: the parent's rank, plus one, plus the subtrees of earlier siblings."""
+    if len(parent) == 0:
+        return np.zeros(0, np.int32)
+    by_parent = None if (parent[1:] >= parent[:-1]).all() else np.argsort(parent, kind="stable")
+    sorted_parent = parent if by_parent is None else parent[by_parent]
+    sorted_size = size if by_parent is None else size[by_parent]
+    before = np.cumsum(sorted_size) - sorted_size
+    first = np.flatnonzero(np.concatenate(([True], sorted_parent[1:] != sorted_parent[:-1])))
+    before -= np.repeat(before[first], np.diff(np.append(first, len(parent))))
+    offset = np.empty(len(parent), np.int32)
+    offset[slice(None) if by_parent is None else by_parent] = before
+    rank = offset + (parent >= 0)
+    above = parent.copy()
+    alive = np.flatnonzero(above >= 0)
+    while len(alive):  # pointer doubling again
+        up = above[alive]
+        rank[alive] += rank[up]
+        above[alive] = above[up]
+        alive = alive[above[alive] >= 0]
+    return rank

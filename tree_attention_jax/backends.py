@@ -1,0 +1,133 @@
+"""Which implementation runs: the one seam between the op and the kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import append_triton, append_xla, partial_triton, partial_xla, reduce_triton, reduce_xla
+from pallas_kernels.layout import WorkShape
+from pallas_kernels.options import Options
+from pallas_kernels.state import AttentionState
+
+IMPLEMENTATIONS = ("xla", "pallas_triton", "pallas_mosaic", "jax_triton")
+
+
+def resolve(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names to try, in order.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if implementation is None:
+        return ("pallas_triton", "xla") if jax.default_backend() == "gpu" else ("xla",)
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    if not names:
+        raise ValueError("implementation is an empty sequence: name at least one")
+    for name in names:
+        if name not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation is {name!r}: it must be one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+    return names
+
+
+def run_first(names: tuple[str, ...], call: Callable[[Callable], Any]) -> Any:
+    """``call(attend)`` with the first implementation that does not raise ``NotImplementedError``."""
+    reasons = []
+    for name in names:
+        try:
+            return call(_attend_with(name))
+        except NotImplementedError as error:
+            reasons.append(f"{name}: {error}")
+    raise NotImplementedError("; ".join(reasons))
+
+
+def append_first(names: tuple[str, ...], k_pages, v_pages, k_new, v_new, slots) -> Any:
+    """Append with the first implementation that can."""
+    reasons = []
+    for name in names:
+        try:
+            if name == "xla":
+                return _append_xla(k_pages, v_pages, k_new, v_new, slots)
+            if name == "pallas_triton":
+                return _append_triton(k_pages, v_pages, k_new, v_new, slots, interpret=_interpret())
+            _attend_with(name)
+        except NotImplementedError as error:
+            reasons.append(f"{name}: {error}")
+    raise NotImplementedError("; ".join(reasons))
+
+
+def _attend_with(name: str) -> Callable:
+    if name == "xla":
+        return _attend_xla
+    if name == "pallas_triton":
+        return functools.partial(_attend_triton, interpret=_interpret())
+    if name == "pallas_mosaic":
+        raise NotImplementedError(
+            "there is no Mosaic GPU kernel yet; 'pallas_triton' runs on NVIDIA GPUs, 'xla' anywhere"
+        )
+    raise NotImplementedError("there is no jax-triton kernel yet; 'pallas_triton' runs on NVIDIA GPUs, 'xla' anywhere")
+
+
+def _interpret() -> bool:
+    """Without a GPU the Pallas kernels run in Pallas' interpreter."""
+    return jax.default_backend() != "gpu"
+
+
+def _flat(pages: jax.Array) -> jax.Array:
+    """[num_pages, page_size, Hkv, D] as [slots, Hkv, D]: no copy."""
+    return pages.reshape(-1, *pages.shape[2:])
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "options"))
+def _attend_xla(q, k_pages, v_pages, buffer, slopes, shape: WorkShape, options: Options):
+    partial_shape = (max(shape.partial_rows, 1), shape.num_q_heads)
+    state = AttentionState(
+        out=jnp.zeros((*q.shape[:2], shape.v_head_dim), q.dtype),
+        lse=jnp.full(q.shape[:2], -jnp.inf, jnp.float32),
+        partial_out=jnp.zeros((*partial_shape, shape.v_head_dim), jnp.float32),
+        partial_lse=jnp.full(partial_shape, -jnp.inf, jnp.float32),
+    )
+    k, v = _flat(k_pages), _flat(v_pages)
+    for index in range(len(shape.launches)):
+        state = partial_xla.partial_attention(q, k, v, buffer, slopes, state, index=index, shape=shape, options=options)
+    if shape.partial_rows:
+        state = reduce_xla.reduce_partials(buffer, state, shape=shape)
+    return state.out, state.lse
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "options", "interpret"))
+def _attend_triton(q, k_pages, v_pages, buffer, slopes, shape: WorkShape, options: Options, interpret: bool):
+    for pages in (k_pages, v_pages):
+        if pages.dtype.itemsize == 1 and pages.size >= 2**31:
+            raise NotImplementedError(
+                f"a one-byte pool of {pages.size} elements: Pallas computes its offsets in 32 bits; use 'xla', or pools "
+                f"below 2**31 elements"
+            )
+    if q.shape[0] == 0:
+        return jnp.zeros((0, shape.num_q_heads, shape.v_head_dim), q.dtype), jnp.zeros((0, shape.num_q_heads))
+    k, v = _flat(k_pages), _flat(v_pages)
+    state = None
+    for index in range(len(shape.launches)):
+        state = partial_triton.partial_attention(
+            q, k, v, buffer, slopes, state, index=index, shape=shape, options=options, interpret=interpret
+        )
+    assert state is not None
+    if shape.partial_rows:
+        state = reduce_triton.reduce_partials(buffer, state, shape=shape, interpret=interpret)
+    return state.out, state.lse
+
+
+def _append_xla(k_pages, v_pages, k_new, v_new, slots):
+    k = append_xla.append(_flat(k_pages), k_new, slots).reshape(k_pages.shape)
+    v = append_xla.append(_flat(v_pages), v_new, slots).reshape(v_pages.shape)
+    return k, v
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def _append_triton(k_pages, v_pages, k_new, v_new, slots, interpret: bool):
+    k, v = append_triton.append(_flat(k_pages), _flat(v_pages), k_new, v_new, slots, interpret=interpret)
+    return k.reshape(k_pages.shape), v.reshape(v_pages.shape)

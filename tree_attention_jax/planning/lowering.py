@@ -1,0 +1,239 @@
+"""Blocks to items: cut rows into tiles, tokens into entries, and long items into pieces.
+
+For each (tile, run) pair the tile's rows are compared with the rows that see the run. All of them: plain entries.
+Some: masked entries. None: dropped. New tokens of a node with several queries are causal among its own rows, so such
+a run has a plain beginning, a masked diagonal, and an end nobody in the tile sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pallas_kernels.layout import CAUSAL, TileClass
+from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_ranges
+from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.tiling import Tiling
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A table of entries, sorted by tile; ``indptr`` is per tile and ``real`` is how many of a tile's hold tokens.
+
+    The rest of a tile's entries is its reserve: room for the tokens that growing leaves will append.
+    """
+
+    tile: np.ndarray
+    slot: np.ndarray
+    count: np.ndarray  # with the CAUSAL flag
+    position: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    node: np.ndarray
+    chunk: np.ndarray  # (first_slot + token index) // unit: which stretch of its node's pages this is
+    indptr: np.ndarray
+    real: np.ndarray
+
+
+@dataclass(frozen=True)
+class Items:
+    """Work items, sorted by launch and longest first within a launch; ranges index the entry tables."""
+
+    launch: np.ndarray
+    tile: np.ndarray  # row tile of the item, as in the entry tables
+    row_begin: np.ndarray
+    num_rows: np.ndarray
+    plain_begin: np.ndarray
+    plain_count: np.ndarray
+    masked_begin: np.ndarray
+    masked_count: np.ndarray
+    tokens: np.ndarray  # token slots walked: entries x unit
+    plain: Entries
+    masked: Entries
+    tiles: tuple[TileClass, ...]
+
+
+def lower(problem: Problem, tiling: Tiling) -> Items:
+    """Turn a tiling into items."""
+    queries_per_tile = np.array([t.queries_per_tile(problem.group) for t in tiling.tiles], np.int32)
+    step = queries_per_tile[tiling.tile]
+    rows = tiling.row_end - tiling.row_begin
+    cuts = ceil_div(rows, step)
+    if (cuts == 1).all():
+        block = np.arange(len(cuts), dtype=np.int32)
+        row0 = tiling.row_begin
+    else:
+        block, nth = ragged_ranges(np.zeros_like(cuts), cuts)
+        row0 = tiling.row_begin[block] + nth * step[block]
+    row1 = np.minimum(row0 + step[block], tiling.row_end[block])
+    kind = tiling.tile[block]
+    unit = np.array([t.unit for t in tiling.tiles], np.int32)[kind]
+
+    pieces = _pieces(problem, tiling, block, row0, row1)
+    num_tiles = len(block)
+    plain = _entries(problem, pieces, ~pieces.masked, unit, num_tiles)
+    masked = _entries(problem, pieces, pieces.masked, unit, num_tiles)
+    return _items(tiling, block, row0, row1, kind, plain, masked)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Parts of (tile, run) pairs that are visible to all rows of the tile, or to some (``masked``)."""
+
+    tile: np.ndarray
+    node: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    masked: np.ndarray
+    causal: np.ndarray
+    reserve: np.ndarray  # token range is not filled yet
+
+    def take(self, which: np.ndarray) -> _Pieces:
+        return _Pieces(**{name: getattr(self, name)[which] for name in self.__dataclass_fields__})
+
+    @staticmethod
+    def join(parts: list[_Pieces]) -> _Pieces:
+        names = _Pieces.__dataclass_fields__
+        return _Pieces(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
+
+
+def _pieces(problem: Problem, tiling: Tiling, block: np.ndarray, row0: np.ndarray, row1: np.ndarray) -> _Pieces:
+    layout = problem.layout
+    tile, run = ragged_ranges(tiling.run_indptr[block], tiling.run_indptr[block + 1])
+    node = tiling.node[run]
+    low, high = layout.row_begin[node], layout.row_end[node]
+    first, last = row0[tile], row1[tile]
+    touched = (low < last) & (first < high)
+    if not touched.all():
+        tile, run, node = tile[touched], run[touched], node[touched]
+        low, high, first, last = low[touched], high[touched], first[touched], last[touched]
+    begin, end, old = tiling.begin[run], tiling.end[run], layout.old_len[node]
+    if problem.sliding_window is not None and len(tile):
+        begin = _trim_to_window(problem, tile, node, begin, end, row0, row1)
+    whole = (low <= first) & (last <= high)
+    no = np.zeros(len(tile), bool)
+    parts = [_Pieces(tile, node, begin, np.minimum(end, old), ~whole, no, no)]
+    fresh = np.flatnonzero(end > old)
+    if len(fresh):
+        tile, node, low, old, first, last = (x[fresh] for x in (tile, node, low, old, first, last))
+        begin, end = np.maximum(begin[fresh], old), end[fresh]
+        seen_by_all = np.clip(np.where(whole[fresh], old + first - low + 1, begin), begin, end)
+        seen_by_any = np.clip(old + last - low, seen_by_all, end)
+        no, yes = np.zeros(len(fresh), bool), np.ones(len(fresh), bool)
+        parts.append(_Pieces(tile, node, begin, seen_by_all, no, no, no))
+        parts.append(_Pieces(tile, node, seen_by_all, seen_by_any, yes, yes, no))
+    if problem.horizon:
+        parts.append(_reserve(problem, parts[0]))
+    pieces = _Pieces.join(parts) if len(parts) > 1 else parts[0]
+    filled = pieces.begin < pieces.end
+    if not filled.all():
+        pieces = pieces.take(filled)
+    if len(parts) > 1:
+        # Reserved stretches come last in their tile, in the order in which they start to fill.
+        pieces = pieces.take(np.lexsort((pieces.reserve, pieces.tile)))
+    return pieces
+
+
+def _trim_to_window(problem, tile, node, begin, end, row0, row1) -> np.ndarray:
+    """Drop tokens that are too old for every row of the tile; the kernel masks the rest."""
+    position = problem.tree.query_positions()[problem.layout.row_query]
+    edges = np.stack([row0, row1], axis=1).ravel()
+    padded = np.append(position, np.iinfo(np.int32).max)
+    youngest = np.minimum.reduceat(padded, edges)[::2]
+    oldest_seen = youngest[tile] - problem.sliding_window + 1
+    return np.clip(oldest_seen - problem.layout.position[node], begin, end)
+
+
+def _reserve(problem: Problem, old: _Pieces) -> _Pieces:
+    """Token ranges that decoding leaves will fill within the horizon."""
+    tree = problem.tree
+    growing = np.flatnonzero((tree.q_len[old.node] == 1) & (old.end == tree.kv_len[old.node]) & (old.begin < old.end))
+    growing = growing[tree.is_leaf()[old.node[growing]]]
+    part = old.take(growing)
+    return replace(part, begin=part.end, end=part.end + problem.horizon, reserve=np.ones(len(growing), bool))
+
+
+def _entries(problem: Problem, pieces: _Pieces, which: np.ndarray, tile_unit: np.ndarray, num_tiles: int) -> Entries:
+    layout, first_slot = problem.layout, problem.tree.first_slot
+    page_size = problem.page_size
+    if not which.all():
+        pieces = pieces.take(which)
+    unit = tile_unit[pieces.tile]
+    start = first_slot[pieces.node] + pieces.begin
+    stop = first_slot[pieces.node] + pieces.end
+    # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
+    chunk0 = np.where(pieces.reserve, ceil_div(start, unit), start // unit)
+    piece, chunk = ragged_ranges(chunk0, ceil_div(stop, unit))
+    reserve = pieces.reserve[piece]
+    if reserve.any():
+        order = np.lexsort((np.where(reserve, chunk - chunk0[piece] + 1, 0), pieces.tile[piece]))
+        piece, chunk, reserve = piece[order], chunk[order], reserve[order]
+    node, unit = pieces.node[piece], unit[piece]
+    begin = np.maximum(chunk * unit, start[piece])
+    count = np.where(reserve, 0, np.minimum((chunk + 1) * unit, stop[piece]) - begin).astype(np.int32)
+    indptr, indices = problem.tree.page_table(page_size)
+    page = begin // page_size
+    slot = indices[indptr[node] + page] * page_size + (begin - page * page_size)
+    token = begin - first_slot[node]
+    causal = pieces.causal[piece]
+    low = layout.row_begin[node]
+    if causal.any():
+        low = low + np.where(causal, token - layout.old_len[node], 0)
+        count = count + np.where(causal, CAUSAL, 0).astype(np.int32)
+    tile = pieces.tile[piece]
+    return Entries(
+        tile=tile,
+        slot=slot,
+        count=count,
+        position=layout.position[node] + token,
+        low=low,
+        high=layout.row_end[node],
+        node=node,
+        chunk=chunk,
+        indptr=exclusive_cumsum(np.bincount(tile, minlength=num_tiles)),
+        real=np.bincount(tile[~reserve] if problem.horizon else tile, minlength=num_tiles).astype(np.int32),
+    )
+
+
+def _items(tiling: Tiling, block, row0, row1, kind, plain: Entries, masked: Entries) -> Items:
+    """Split each tile's entries into pieces of about equal length, and order the items."""
+    unit = np.array([t.unit for t in tiling.tiles], np.int32)[kind]
+    step = np.array([max(1, t.block_kv // t.unit) for t in tiling.tiles], np.int32)[kind]
+    total = plain.real + masked.real
+    limit = tiling.max_tokens[block] // unit
+    pieces = np.where(limit > 0, ceil_div(total, np.maximum(limit, 1)), 1)
+    size = ceil_div(total, np.maximum(pieces, 1))
+    size = np.maximum(ceil_div(size, step) * step, 1)
+    pieces = np.maximum(ceil_div(total, size), 1)
+    if (pieces == 1).all():
+        tile = np.arange(len(row0), dtype=np.int32)
+        begin, end = np.zeros(len(row0), np.int32), total
+    else:
+        tile, nth = ragged_ranges(np.zeros_like(pieces), pieces)
+        begin = nth * size[tile]
+        end = np.minimum(begin + size[tile], total[tile])
+    border = plain.real[tile]
+    plain_end = np.minimum(end, border)
+    masked_begin = np.maximum(begin, border)
+    plain_count = np.maximum(plain_end - begin, 0)
+    masked_count = np.maximum(end - masked_begin, 0)
+    tokens = (end - begin) * unit[tile]
+    launch = kind[tile]
+    order = np.argsort(launch.astype(np.int64) * 2**32 - tokens, kind="stable")
+    tile, begin, launch = tile[order], begin[order], launch[order]
+    has_masked = np.bincount(kind, weights=np.diff(masked.indptr) > 0, minlength=len(tiling.tiles)) > 0
+    return Items(
+        launch=launch,
+        tile=tile,
+        row_begin=row0[tile],
+        num_rows=(row1 - row0)[tile],
+        plain_begin=plain.indptr[tile] + np.minimum(begin, border[order]),
+        plain_count=plain_count[order],
+        masked_begin=masked.indptr[tile] + (masked_begin - border)[order],
+        masked_count=masked_count[order],
+        tokens=tokens[order],
+        plain=plain,
+        masked=masked,
+        tiles=tuple(replace(t, masked=bool(m)) for t, m in zip(tiling.tiles, has_masked)),
+    )

@@ -1,0 +1,43 @@
+"""Rectangles over rows x token runs.
+
+Rows are queries in depth-first order (:mod:`tree_attention_jax._layout`). A block is a contiguous row range times a
+list of token runs. It stands for the *visible* part of that rectangle, so a strategy need not care about causality:
+:mod:`.lowering` drops what no row of a tile sees, and separates what all of them see from what needs a mask. A valid
+tiling covers each visible (row, token) pair exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pallas_kernels.layout import TileClass
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Blocks in CSR form; int32 arrays.
+
+    Attributes:
+        row_begin, row_end: [B] rows of each block. More rows than a tile holds are cut into several tiles.
+        run_indptr: [B + 1] offsets into the runs.
+        node, begin, end: [R] each run is tokens ``begin .. end - 1`` of ``node``.
+        tile: [B] index into ``tiles``.
+        max_tokens: [B] a block with more tokens is split into items of about equal length (0: never).
+        tiles: the tile classes used; each becomes one launch.
+    """
+
+    row_begin: np.ndarray
+    row_end: np.ndarray
+    run_indptr: np.ndarray
+    node: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    tile: np.ndarray
+    max_tokens: np.ndarray
+    tiles: tuple[TileClass, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.row_begin)
