@@ -7,10 +7,11 @@ reuses the compiled program, and one transfer brings it to the device::
 
 **Row**: a query in the planner's numbering. ``rows[r]`` is the index in ``q`` of row ``r``.
 
-**Entry**: up to ``unit`` tokens side by side in the cache. A *plain* entry is ``(slot, count, position)``: its tokens
-are cache slots ``slot .. slot + count - 1`` at absolute positions ``position ..``, and every row of the item sees
-them. A *masked* entry adds ``(low, high)``: rows ``low <= r < high`` see it. If the flag ``CAUSAL`` is set in its
-count, token ``x`` of the entry is seen from row ``low + x`` on: new tokens of one node, causal among themselves.
+**Entry**: up to ``unit`` tokens side by side in the cache. A *plain* entry is ``(word, position)``: the word packs the
+first cache slot and the count, because one load a token is what the inner loop can afford; its tokens stand at
+absolute positions ``position ..``, and every row of the item sees them. A *masked* entry adds ``(low, high)``: rows
+``low <= r < high`` see it. A negative low means ``~low`` and that token ``x`` of the entry is seen from row
+``~low + x`` on: new tokens of one node, causal among themselves.
 
 **Item**: rows ``row .. row + num_rows - 1`` times its plain entries and its masked entries. It writes either
 partials, at ``partial .. partial + num_rows - 1``, or, where a row has no other item, the final output
@@ -37,11 +38,14 @@ ITEM_SIZE = 8
 ROW, NUM_ROWS, PLAIN_BEGIN, PLAIN_COUNT, MASKED_BEGIN, MASKED_COUNT, PARTIAL, TOKENS = range(ITEM_SIZE)
 
 # Fields of an entry; a plain entry stops after POSITION.
-SLOT, COUNT, POSITION, LOW, HIGH = range(5)
-PLAIN_SIZE = 3
-MASKED_SIZE = 5
-CAUSAL = 1 << 16  # flag in COUNT
-COUNT_MASK = CAUSAL - 1
+WORD, POSITION, LOW, HIGH = range(4)
+PLAIN_SIZE = 2
+MASKED_SIZE = 4
+# A word is slot << COUNT_BITS | count.
+COUNT_BITS = 5
+COUNT_MASK = (1 << COUNT_BITS) - 1
+MAX_UNIT = 16
+MAX_SLOTS = 1 << (31 - COUNT_BITS)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class TileClass:
     Attributes:
         rows: rows of the matrix tile, that is queries x (query heads a KV head). A power of two, at least 16.
         block_kv: tokens a step, a power of two, at least 16 and a multiple of ``unit``.
-        unit: tokens an entry holds at most, a power of two.
+        unit: tokens an entry holds at most, a power of two up to ``MAX_UNIT``.
         masked: the program also walks masked entries.
         warps, stages: Triton's launch parameters.
     """

@@ -51,7 +51,8 @@ def partial_attention(
     )
     operands = [q, k, v, buffer] + ([slopes] if options.alibi else [])
     aliases = {} if state is None else {len(operands) + i: i for i in range(len(outputs))}
-    kernel = functools.partial(_kernel, index=index, shape=shape, options=options)
+    exp2 = jnp.exp2 if interpret else _exp2  # the interpreter knows no assembly
+    kernel = functools.partial(_kernel, index=index, shape=shape, options=options, exp2=exp2)
     return pl.pallas_call(
         kernel,
         grid=(launch.grid, shape.num_kv_heads * head_tiles),
@@ -63,19 +64,29 @@ def partial_attention(
     )(*operands, *(state or ()))
 
 
-def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, shape, options):
+def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, shape, options, exp2):
     launch = shape.launches[index]
     slopes_ref = refs[0] if options.alibi else None
     outputs = AttentionState(*refs[-4:])
     run = functools.partial(
-        _run_item, q_ref, k_ref, v_ref, buffer_ref, slopes_ref, outputs, launch=launch, shape=shape, options=options
+        _run_item,
+        q_ref,
+        k_ref,
+        v_ref,
+        buffer_ref,
+        slopes_ref,
+        outputs,
+        launch=launch,
+        shape=shape,
+        options=options,
+        exp2=exp2,
     )
     # Program ids are read here because the interpreter does not know them inside a loop or a branch.
     program, head_program = pl.program_id(0), pl.program_id(1)
-    num_items = buffer_ref[index]
     if launch.grid == launch.capacity:
-        pl.when(program < num_items)(lambda: run(program, head_program))
+        run(program, head_program)  # padding records are all zero: no rows, no entries, nothing stored
         return
+    num_items = buffer_ref[index]
 
     def loop(i, carry):
         run(program + i * launch.grid, head_program)
@@ -84,34 +95,37 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, shape, options):
     lax.fori_loop(0, (num_items - program + launch.grid - 1) // launch.grid, loop, 0)
 
 
-def _run_item(q_ref, k_ref, v_ref, buffer_ref, slopes_ref, outputs, item, head_program, *, launch, shape, options):
+def _run_item(
+    q_ref, k_ref, v_ref, buffer_ref, slopes_ref, outputs, item, head_program, *, launch, shape, options, exp2
+):
     tile = launch.tile
     heads = tile.heads_per_tile(shape.group)
     head_tiles = pl.cdiv(shape.group, heads)
-    kv_head = head_program // head_tiles
+    kv_head = lax.div(head_program, head_tiles)
     record = launch.items_at + item * lo.ITEM_SIZE
     first_row = buffer_ref[record + lo.ROW]
     num_rows = buffer_ref[record + lo.NUM_ROWS]
 
     # Tile row r is head r % heads of query r // heads.
-    r = jnp.arange(tile.rows)
-    n = r // heads
-    head_in_group = r % heads + (head_program % head_tiles) * heads
-    head = kv_head * shape.group + head_in_group
-    live = (n < num_rows) & (n < tile.queries_per_tile(shape.group)) & (head_in_group < shape.group)
+    n, head = _divmod(jnp.arange(tile.rows), heads)
+    head += lax.rem(head_program, head_tiles) * heads
+    live = n < jnp.minimum(num_rows, tile.queries_per_tile(shape.group))
+    if shape.group % heads:
+        live &= head < shape.group
+    head += kv_head * shape.group
     row = first_row + n
-    query = plgpu.load(buffer_ref.at[shape.rows_at + row], mask=live, other=0)
-    live &= query < q_ref.shape[0]
-    # Idle rows point past the end: the mask keeps the GPU away, and the interpreter (which writes old values back where
-    # the mask is off) drops them instead of racing with a live row.
-    query = jnp.where(live, query, q_ref.shape[0])
-    head = jnp.where(live, head, 0)
-    q_tile = _load_rows(q_ref, (query[:, None], head[:, None]), live)
+
+    def load_query():
+        query = plgpu.load(buffer_ref.at[shape.rows_at + row], mask=live, other=0)
+        return query, live & (query < q_ref.shape[0])
+
+    query, queried = load_query()
+    q_tile = _load_rows(q_ref, (query[:, None], head[:, None]), queried)
     position = slope = None
     if options.uses_positions:
-        position = plgpu.load(buffer_ref.at[shape.positions_at + query], mask=live, other=0)[:, None]
+        position = plgpu.load(buffer_ref.at[shape.positions_at + query], mask=queried, other=0)[:, None]
     if options.alibi:
-        slope = plgpu.load(slopes_ref.at[head], mask=live, other=0.0)[:, None]
+        slope = plgpu.load(slopes_ref.at[head], mask=queried, other=0.0)[:, None]
 
     # The scale moves into exp2's argument, one fused multiply-add, unless something non-linear comes between.
     folded = options.logits_soft_cap is None and not options.alibi and options.scale > 0
@@ -134,10 +148,12 @@ def _run_item(q_ref, k_ref, v_ref, buffer_ref, slopes_ref, outputs, item, head_p
             seen &= inside_window(options, position, token_position)
         logits = jnp.where(seen, logits, -jnp.inf)
         new_peak = jnp.maximum(peak, logits.max(axis=1))
-        # A row that has seen nothing yet has peak -inf; measuring from 0 keeps -inf - -inf out of exp2.
-        base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak * factor)
-        weight = jnp.exp2(logits * factor - base[:, None])
-        shrink = jnp.exp2(peak * factor - base)
+        base = new_peak * factor
+        if masked or options.sliding_window is not None:
+            # A row that has seen nothing yet has peak -inf; measuring from 0 keeps -inf - -inf out of exp2.
+            base = jnp.where(new_peak == -jnp.inf, 0.0, base)
+        weight = exp2(logits * factor - base[:, None])
+        shrink = exp2(peak * factor - base)
         values = _load_rows(v_ref, (slot[:, None], kv_head), filled).astype(q_tile.dtype)
         out = out * shrink[:, None] + _dot(weight.astype(values.dtype), values)
         return out, new_peak, total * shrink + weight.sum(axis=1)
@@ -145,7 +161,7 @@ def _run_item(q_ref, k_ref, v_ref, buffer_ref, slopes_ref, outputs, item, head_p
     def walk(masked, carry):
         entries = buffer_ref[record + (lo.MASKED_BEGIN if masked else lo.PLAIN_BEGIN)]
         num_entries = buffer_ref[record + (lo.MASKED_COUNT if masked else lo.PLAIN_COUNT)]
-        steps = (num_entries * tile.unit + tile.block_kv - 1) // tile.block_kv
+        steps = lax.div(num_entries * tile.unit + tile.block_kv - 1, tile.block_kv)
         return lax.fori_loop(0, steps, functools.partial(step, masked, entries, num_entries), carry)
 
     carry = (
@@ -160,27 +176,38 @@ def _run_item(q_ref, k_ref, v_ref, buffer_ref, slopes_ref, outputs, item, head_p
     some = jnp.where(total == 0, 1.0, total)
     out = out / some[:, None]
     lse2 = jnp.where(total == 0, -jnp.inf, peak * factor + jnp.log2(some))
-    _store(outputs, buffer_ref[record + lo.PARTIAL], out, lse2, n, query, head, live)
+    partial = buffer_ref[record + lo.PARTIAL]
+
+    # Idle rows point past the end: the mask keeps the GPU away, and the interpreter (which writes old values back where
+    # the mask is off) drops them instead of racing with a live row.
+    @pl.when(partial < 0)
+    def _():
+        # Loaded again rather than kept: sixteen more registers a thread, live across the loop, make the wide tile spill.
+        query, queried = load_query()
+        place = jnp.where(queried, query, outputs.out.shape[0])
+        _store(outputs.out, outputs.lse, place, head, queried, out, lse2 / LOG2E)
+
+    @pl.when(partial >= 0)
+    def _():
+        place = jnp.where(live, partial + n, outputs.partial_out.shape[0])
+        _store(outputs.partial_out, outputs.partial_lse, place, head, live, out, lse2)
 
 
 def _load_entries(buffer_ref, entries, num_entries, first, tile, masked, options):
     """Of tokens ``first .. first + block_kv - 1``: slot, whether there is one, position, and row interval."""
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
-    t = first + jnp.arange(tile.block_kv)
-    entry = t // tile.unit
-    x = t % tile.unit
+    entry, x = _divmod(first + jnp.arange(tile.block_kv), tile.unit)
     listed = entry < num_entries
     at = entries + entry * size
-    count = plgpu.load(buffer_ref.at[at + lo.COUNT], mask=listed, other=0)
-    filled = x < (count & lo.COUNT_MASK)
-    slot = plgpu.load(buffer_ref.at[at + lo.SLOT], mask=listed, other=0) + x
-    slot = jnp.where(filled, slot, 0)
+    word = plgpu.load(buffer_ref.at[at + lo.WORD], mask=listed, other=0)
+    filled = x < (word & lo.COUNT_MASK)
+    slot = (word >> lo.COUNT_BITS) + x
     position = low = high = None
     if options.uses_positions:
         position = (plgpu.load(buffer_ref.at[at + lo.POSITION], mask=listed, other=0) + x)[None, :]
     if masked:
         low = plgpu.load(buffer_ref.at[at + lo.LOW], mask=listed, other=0)
-        low = jnp.where(filled, low + jnp.where(count >= lo.CAUSAL, x, 0), NOBODY)
+        low = jnp.where(filled, jnp.where(low < 0, ~low + x, low), NOBODY)
         high = plgpu.load(buffer_ref.at[at + lo.HIGH], mask=listed, other=0)
     return slot, filled, position, low, high
 
@@ -195,26 +222,36 @@ def _load_rows(ref, index, mask):
     return plgpu.load(ref.at[(*index, column)], mask=mask, other=0)
 
 
+def _exp2(x):
+    """2 ** x by the GPU's own instruction. libdevice's adds a rescaling for denormals, which cost 5 to 30% of a kernel."""
+    (y,) = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return y
+
+
+def _divmod(x, n: int):
+    """Quotient and remainder of non-negative integers. Python's rounding costs instructions that shifts do not."""
+    if n & (n - 1) == 0:
+        return x >> (n.bit_length() - 1), x & (n - 1)
+    return lax.div(x, n), lax.rem(x, n)
+
+
 def _dot(a, b):
     """Matrix product accumulated in float32; float32 operands keep full precision (no TF32)."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
 
 
-def _store(outputs: AttentionState, partial, out, lse2, n, query, head, live):
-    width = outputs.out.shape[-1]
+def _store(out_ref, lse_ref, place, head, mask, out, lse):
+    width = out_ref.shape[-1]
     column = jnp.arange(out.shape[1])[None, :]
-    final = live & (partial < 0)
-    shared = live & (partial >= 0)
-    query = jnp.where(final, query, outputs.out.shape[0])
-    place = jnp.where(shared, partial + n, outputs.partial_out.shape[0])
-
-    def mask2d(mask):
-        mask = jnp.broadcast_to(mask[:, None], out.shape)
-        return mask & (column < width) if out.shape[1] != width else mask
-
-    where = (query[:, None], head[:, None], column)
-    plgpu.store(outputs.out.at[where], out.astype(outputs.out.dtype), mask=mask2d(final))
-    plgpu.store(outputs.lse.at[(query, head)], lse2 / LOG2E, mask=final)
-    plgpu.store(outputs.partial_out.at[(place[:, None], head[:, None], column)], out, mask=mask2d(shared))
-    plgpu.store(outputs.partial_lse.at[(place, head)], lse2, mask=shared)
+    plgpu.store(lse_ref.at[(place, head)], lse, mask=mask)
+    mask = jnp.broadcast_to(mask[:, None], out.shape)
+    if out.shape[1] != width:
+        mask &= column < width
+    plgpu.store(out_ref.at[(place[:, None], head[:, None], column)], out.astype(out_ref.dtype), mask=mask)

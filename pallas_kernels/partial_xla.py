@@ -118,13 +118,14 @@ def _tokens(buffer, record, t, unit, row, masked):
     listed = entry < record[:, lo.MASKED_COUNT if masked else lo.PLAIN_COUNT, None]
     at = jnp.where(listed, begin + entry * size, 0)
     x = t % unit
-    count = jnp.where(listed, buffer[at + lo.COUNT], 0)
-    filled = x < (count & lo.COUNT_MASK)
-    slot = jnp.where(filled, buffer[at + lo.SLOT] + x, 0)
+    word = jnp.where(listed, buffer[at + lo.WORD], 0)
+    filled = x < (word & lo.COUNT_MASK)
+    slot = jnp.where(filled, (word >> lo.COUNT_BITS) + x, 0)
     position = buffer[at + lo.POSITION] + x
     seen = jnp.broadcast_to(filled[:, None, :], (*row.shape, len(t)))
     if masked:
-        low = buffer[at + lo.LOW] + jnp.where(count & lo.CAUSAL != 0, x, 0)
+        low = buffer[at + lo.LOW]
+        low = jnp.where(low < 0, ~low + x, low)
         high = buffer[at + lo.HIGH]
         seen = seen & (low[:, None, :] <= row[:, :, None]) & (row[:, :, None] < high[:, None, :])
     return slot, seen, position

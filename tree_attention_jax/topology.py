@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.layout import MAX_SLOTS
 from tree_attention_jax._arrays import as_int_vector, exclusive_cumsum, ragged_arange
 
 __all__ = ["TokenTree"]
@@ -243,10 +244,10 @@ class TokenTree:
                 f"{self.first_slot[node]}, which need {need[node]} pages of {page_size}"
             )
         listed = self.page_indices
-        if len(listed) and int(listed.max()) >= 2**31 // page_size:
+        if len(listed) and int(listed.max()) >= MAX_SLOTS // page_size:
             raise ValueError(
-                f"page_indices[{int(listed.argmax())}] is {listed.max()}: with {page_size} slots a page its tokens "
-                f"would be numbered past 2**31"
+                f"page_indices[{int(listed.argmax())}] is {listed.max()}: with {page_size} slots a page a pool may have "
+                f"{MAX_SLOTS // page_size} pages"
             )
         if len(listed) < 2 or (listed[1:] > listed[:-1]).all():
             return  # increasing, so no page is listed twice

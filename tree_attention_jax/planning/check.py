@@ -82,7 +82,7 @@ def _covered(buffer: np.ndarray, records: np.ndarray, masked: bool, unit: np.nda
     count = records[:, lo.MASKED_COUNT if masked else lo.PLAIN_COUNT]
     item, nth = ragged_ranges(np.zeros_like(count), count)
     at = begin[item] + nth * size
-    filled = buffer[at + lo.COUNT] & lo.COUNT_MASK
+    filled = buffer[at + lo.WORD] & lo.COUNT_MASK
     _require(filled <= unit[item], lambda i: f"an entry holds {filled[i]} tokens")
     entry = np.repeat(np.arange(len(at)), filled)
     x = ragged_arange(filled)
@@ -90,10 +90,10 @@ def _covered(buffer: np.ndarray, records: np.ndarray, masked: bool, unit: np.nda
     low = records[item, lo.ROW]
     high = low + records[item, lo.NUM_ROWS]
     if masked:
-        causal = (buffer[at + lo.COUNT] & lo.CAUSAL) != 0
-        low = np.maximum(low, buffer[at + lo.LOW] + np.where(causal, x, 0))
+        seen_from = buffer[at + lo.LOW]
+        low = np.maximum(low, np.where(seen_from < 0, ~seen_from + x, seen_from))
         high = np.minimum(high, buffer[at + lo.HIGH])
-    return buffer[at + lo.SLOT] + x, low, high, buffer[at + lo.POSITION] + x
+    return (buffer[at + lo.WORD] >> lo.COUNT_BITS) + x, low, high, buffer[at + lo.POSITION] + x
 
 
 def _tokens_of_slots(tree: TokenTree, page_size: int, slot: np.ndarray) -> np.ndarray:

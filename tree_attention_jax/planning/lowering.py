@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pallas_kernels.layout import CAUSAL, TileClass
+from pallas_kernels.layout import COUNT_BITS, TileClass
 from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_ranges
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
@@ -25,10 +25,9 @@ class Entries:
     """
 
     tile: np.ndarray
-    slot: np.ndarray
-    count: np.ndarray  # with the CAUSAL flag
+    word: np.ndarray  # slot and count, packed
     position: np.ndarray
-    low: np.ndarray
+    low: np.ndarray  # complemented where the entry is causal
     high: np.ndarray
     node: np.ndarray
     chunk: np.ndarray  # (first_slot + token index) // unit: which stretch of its node's pages this is
@@ -179,13 +178,11 @@ def _entries(problem: Problem, pieces: _Pieces, which: np.ndarray, tile_unit: np
     causal = pieces.causal[piece]
     low = layout.row_begin[node]
     if causal.any():
-        low = low + np.where(causal, token - layout.old_len[node], 0)
-        count = count + np.where(causal, CAUSAL, 0).astype(np.int32)
+        low = np.where(causal, ~(low + token - layout.old_len[node]), low)
     tile = pieces.tile[piece]
     return Entries(
         tile=tile,
-        slot=slot,
-        count=count,
+        word=slot << COUNT_BITS | count,
         position=layout.position[node] + token,
         low=low,
         high=layout.row_end[node],

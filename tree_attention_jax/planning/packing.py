@@ -75,10 +75,10 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     buffer[reduce_at + num_rows + 1 : plain_at] = reduce_ptr[-1] + lists_at
     plain, masked = items.plain, items.masked
     table = buffer[plain_at:masked_at].reshape(-1, lo.PLAIN_SIZE)
-    for field, column in ((lo.SLOT, plain.slot), (lo.COUNT, plain.count), (lo.POSITION, plain.position)):
+    for field, column in ((lo.WORD, plain.word), (lo.POSITION, plain.position)):
         table[:, field] = column
     table = buffer[masked_at:lists_at].reshape(-1, lo.MASKED_SIZE)
-    for field, column in enumerate((masked.slot, masked.count, masked.position, masked.low, masked.high)):
+    for field, column in enumerate((masked.word, masked.position, masked.low, masked.high)):
         table[:, field] = column
     buffer[lists_at:growing_at] = reduce_list
     buffer[growing_at:grow_lists_at] = growing.ravel()

@@ -129,8 +129,8 @@ def _advance(buffer: jax.Array, shape: lo.WorkShape) -> jax.Array:
     nth = (start + steps) // unit - start // unit
     entry = buffer[jnp.where(grows, column(packing.GROW_ENTRIES) + nth, 0)]
     entry = jnp.where(grows, entry, nowhere)
-    count = buffer[entry + lo.COUNT]
-    slot = buffer[entry + lo.SLOT] + (count & lo.COUNT_MASK)
+    word = buffer[entry + lo.WORD]
+    slot = (word >> lo.COUNT_BITS) + (word & lo.COUNT_MASK)
     entry_size = jnp.maximum(column(packing.GROW_ENTRY_SIZE), 1)
     length = (entry - column(packing.GROW_ITEM_BEGIN)) // entry_size + 1
     query = column(packing.GROW_QUERY)
@@ -138,7 +138,7 @@ def _advance(buffer: jax.Array, shape: lo.WorkShape) -> jax.Array:
     def at(place: jax.Array) -> jax.Array:
         return jnp.where(grows, place, nowhere)
 
-    buffer = buffer.at[at(entry + lo.COUNT)].add(1, mode="drop", unique_indices=True)
+    buffer = buffer.at[at(entry + lo.WORD)].add(1, mode="drop", unique_indices=True)
     buffer = buffer.at[at(column(packing.GROW_COUNT_AT))].max(length, mode="drop")
     buffer = buffer.at[at(shape.positions_at + query)].add(1, mode="drop", unique_indices=True)
     buffer = buffer.at[at(shape.slots_at + query)].set(slot, mode="drop", unique_indices=True)

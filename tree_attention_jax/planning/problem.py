@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pallas_kernels.layout import MAX_UNIT
 from tree_attention_jax._layout import Layout
 from tree_attention_jax.planning.profile import GpuProfile
 from tree_attention_jax.topology import TokenTree
-
-# Tokens an entry holds where the page size allows: short enough that a 16-token node wastes nothing, long enough
-# that the lists stay small beside the K/V they point to.
-MAX_UNIT = 16
 
 
 @dataclass(frozen=True)

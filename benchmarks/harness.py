@@ -1,0 +1,153 @@
+"""Timing on a GPU: kernel times from CUPTI, a cold L2 as in a real decoder, and the error beside every time."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tree_attention_jax import TokenTree
+from tree_attention_jax.reference import dense_tree_attention
+
+# More than the L2 of any GPU we know (H200: 60 MB) by enough that no layer's K/V survives to its next turn.
+COLD_BYTES = 400e6
+MAX_LAYERS = 24
+
+
+@dataclass
+class LayerData:
+    """Random q, and K/V pools of several layers that are used in turn."""
+
+    q: jax.Array
+    k: list[jax.Array]
+    v: list[jax.Array]
+
+    @property
+    def layers(self) -> int:
+        return len(self.k)
+
+
+def make_data(
+    tree: TokenTree, heads: tuple[int, int], head_dim: int = 128, page_size: int = 16, dtype: Any = jnp.bfloat16
+) -> LayerData:
+    """Normal random tensors, made on the device; enough layers that K/V always come from device memory."""
+    num_q_heads, num_kv_heads = heads
+    _, pages = tree.page_table(page_size)
+    num_pages = int(pages.max()) + 1
+    pool = (num_pages, page_size, num_kv_heads, head_dim)
+    size = 2 * np.prod(pool) * jnp.dtype(dtype).itemsize
+    layers = int(np.clip(np.ceil(COLD_BYTES / size), 3, MAX_LAYERS))
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    key = jax.random.key(0)
+    return LayerData(
+        q=normal(jax.random.fold_in(key, 10_000), (tree.num_queries, num_q_heads, head_dim), dtype),
+        k=[normal(jax.random.fold_in(key, 2 * i), pool, dtype) for i in range(layers)],
+        v=[normal(jax.random.fold_in(key, 2 * i + 1), pool, dtype) for i in range(layers)],
+    )
+
+
+def over_layers(attend: Callable) -> Callable:
+    """``f(q, ks, vs, *rest)``: one jitted call over all layers, as a decoder makes it."""
+
+    def run(q, ks, vs, *rest):
+        return [attend(q, k, v, *rest) for k, v in zip(ks, vs)]
+
+    return jax.jit(run)
+
+
+def kernel_times(call: Callable, args: tuple, layers: int, repeats: int = 3) -> dict[str, float]:
+    """Microseconds of GPU time a layer by kernel name, median over ``repeats``, from CUPTI."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    jax.block_until_ready(call(*args))
+    samples: list[dict[str, float]] = []
+    for _ in range(repeats):
+        _, events = profiler.measure(call, aggregate=False)(*args)
+        by_name: dict[str, float] = {}
+        for name, milliseconds in events:
+            by_name[name] = by_name.get(name, 0.0) + milliseconds * 1e3 / layers
+        samples.append(by_name)
+    samples.sort(key=lambda s: sum(s.values()))
+    return samples[len(samples) // 2]
+
+
+def wall_time(call: Callable, args: tuple, layers: int, calls: int = 20, repeats: int = 3) -> float:
+    """Microseconds a layer of ``calls`` calls queued back to back, median over ``repeats``."""
+    import time
+
+    jax.block_until_ready(call(*args))
+    samples = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            out = call(*args)
+        jax.block_until_ready(out)
+        samples.append((time.perf_counter() - begin) * 1e6 / layers / calls)
+    return statistics.median(samples)
+
+
+def sampled_error(out: jax.Array, data: LayerData, tree: TokenTree, page_size: int = 16, samples: int = 12) -> float:
+    """Largest relative error by norm of some queries of layer 0, against the float64 oracle."""
+    slots = np.split(tree.token_slots(page_size), np.cumsum(tree.kv_len)[:-1])
+    nodes, worst = tree.query_nodes(), 0.0
+    first = np.cumsum(tree.q_len) - tree.q_len
+    for query in np.unique(np.linspace(0, tree.num_queries - 1, samples).astype(int)):
+        node = nodes[query]
+        own = tree.kv_len[node] - tree.q_len[node] + (query - first[node]) + 1
+        path, above = [slots[node][:own]], tree.parent[node]
+        while above >= 0:
+            path.insert(0, slots[above])
+            above = tree.parent[above]
+        seen = np.concatenate(path)
+        k = np.asarray(data.k[0].reshape(-1, *data.k[0].shape[2:])[seen], np.float32)
+        v = np.asarray(data.v[0].reshape(-1, *data.v[0].shape[2:])[seen], np.float32)
+        q = np.asarray(data.q[query], np.float32)
+        wanted = dense_tree_attention(q[None], k[None], v[None], TokenTree([-1], [len(seen)]), page_size=len(seen))[0]
+        got = np.asarray(out[query], np.float32)
+        error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+        worst = max(worst, float(error)) if error == error else float("nan")
+    return worst
+
+
+def environment() -> dict[str, str]:
+    """What every number must be quoted with."""
+    import jaxlib
+
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def copy_rate() -> float:
+    """Bytes a microsecond of a large device copy, read and written: the memory ceiling."""
+    x = jnp.arange(2**28, dtype=jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    times = kernel_times(copy, (x,), 1)
+    return 2 * x.nbytes / sum(times.values())
+
+
+def floor_us(
+    tree: TokenTree,
+    heads: tuple[int, int],
+    head_dim: int = 128,
+    itemsize: int = 2,
+    bytes_per_us: float = 4.27e6,
+    flops_per_us: float = 790e6,
+) -> float:
+    """No kernel is faster: unique K/V bytes over the copy rate, or the FLOP over the matrix rate."""
+    num_q_heads, num_kv_heads = heads
+    moved = 2 * int(tree.kv_len.sum()) * num_kv_heads * head_dim * itemsize
+    seen = int((tree.query_positions() + 1).sum())
+    return max(moved / bytes_per_us, 4 * seen * num_q_heads * head_dim / flops_per_us)
