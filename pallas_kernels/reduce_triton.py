@@ -49,7 +49,8 @@ def _kernel(buffer_ref, partial_out_ref, partial_lse_ref, _, __, out_ref, lse_re
     width = shape.v_head_dim
     head = pl.program_id(1) * heads + jnp.arange(heads)
     exists = head < shape.num_q_heads
-    head = jnp.where(exists, head, 0)
+    # Idle lanes point past the end, for the reason given in partial_triton.
+    head = jnp.where(exists, head, shape.num_q_heads)
     column = jnp.arange(pl.next_power_of_2(width))[None, :]
     exists2d = jnp.broadcast_to(exists[:, None], (heads, column.shape[1])) & (column < width)
 
