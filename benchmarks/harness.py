@@ -34,23 +34,39 @@ class LayerData:
         return len(self.k)
 
 
-def make_data(
-    tree: TokenTree, heads: tuple[int, int], head_dim: int = 128, page_size: int = 16, dtype: Any = jnp.bfloat16
-) -> LayerData:
-    """Normal random tensors, made on the device; enough layers that K/V always come from device memory."""
-    num_q_heads, num_kv_heads = heads
-    _, pages = tree.page_table(page_size)
-    num_pages = int(pages.max()) + 1
-    pool = (num_pages, page_size, num_kv_heads, head_dim)
+def layers_for(pool: tuple[int, ...], dtype: Any) -> int:
+    """Layers whose K/V together never fit in the L2."""
     size = 2 * np.prod(pool) * jnp.dtype(dtype).itemsize
-    layers = int(np.clip(np.ceil(COLD_BYTES / size), 3, MAX_LAYERS))
-    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    return int(np.clip(np.ceil(COLD_BYTES / size), 3, MAX_LAYERS))
+
+
+def arrays(tree: TokenTree, heads: tuple[int, int], head_dim: int, page_size: int, dtype: Any, layers: int):
+    """(q, ks, vs), normal random."""
+    _, pages = tree.page_table(page_size)
+    pool = (int(pages.max()) + 1, page_size, heads[1], head_dim)
     key = jax.random.key(0)
-    return LayerData(
-        q=normal(jax.random.fold_in(key, 10_000), (tree.num_queries, num_q_heads, head_dim), dtype),
-        k=[normal(jax.random.fold_in(key, 2 * i), pool, dtype) for i in range(layers)],
-        v=[normal(jax.random.fold_in(key, 2 * i + 1), pool, dtype) for i in range(layers)],
-    )
+
+    def normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
+        return _normal(jax.random.fold_in(key, seed), shape, dtype)
+
+    q = normal(10_000, (tree.num_queries, heads[0], head_dim))
+    return q, [normal(2 * i, pool) for i in range(layers)], [normal(2 * i + 1, pool) for i in range(layers)]
+
+
+_normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+
+
+def make_data(
+    tree: TokenTree,
+    heads: tuple[int, int],
+    head_dim: int = 128,
+    page_size: int = 16,
+    dtype: Any = jnp.bfloat16,
+    layers: int | None = None,
+) -> LayerData:
+    """Random tensors made on the device; enough layers (by default) that K/V always come from device memory."""
+    pool = (int(tree.page_table(page_size)[1].max()) + 1, page_size, heads[1], head_dim)
+    return LayerData(*arrays(tree, heads, head_dim, page_size, dtype, layers or layers_for(pool, dtype)))
 
 
 def over_layers(attend: Callable) -> Callable:
@@ -66,10 +82,9 @@ def kernel_times(call: Callable, args: tuple, layers: int, repeats: int = 3) -> 
     """Microseconds of GPU time a layer by kernel name, median over ``repeats``, from CUPTI."""
     from jax.experimental.mosaic.gpu import profiler
 
-    jax.block_until_ready(call(*args))
+    _, runs = profiler.measure(call, aggregate=False, iterations=repeats)(*args)
     samples: list[dict[str, float]] = []
-    for _ in range(repeats):
-        _, events = profiler.measure(call, aggregate=False)(*args)
+    for events in [runs] if repeats == 1 else runs:
         by_name: dict[str, float] = {}
         for name, milliseconds in events:
             by_name[name] = by_name.get(name, 0.0) + milliseconds * 1e3 / layers

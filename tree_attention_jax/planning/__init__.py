@@ -11,6 +11,8 @@
 """
 
 from tree_attention_jax.planning.buckets import Buckets
+from tree_attention_jax.planning.model import modelled_time
 from tree_attention_jax.planning.plan import TreePlan, plan_tree
+from tree_attention_jax.planning.profile import profile_for
 
-__all__ = ["Buckets", "TreePlan", "plan_tree"]
+__all__ = ["Buckets", "TreePlan", "modelled_time", "plan_tree", "profile_for"]

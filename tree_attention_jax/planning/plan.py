@@ -184,7 +184,7 @@ def plan_tree(
         ValueError: an argument out of range, a page table too short (also for the horizon), an unknown strategy, a
             bucket that is too small. The message names the argument and the value.
     """
-    problem = _problem(
+    problem = make_problem(
         tree, page_size, num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype, horizon, sliding_window, gpu
     )
     if strategy not in STRATEGIES:
@@ -204,9 +204,19 @@ def plan_tree(
     return TreePlan(jax.device_put(packed.buffer), packed.shape, horizon, sliding_window, host)
 
 
-def _problem(
-    tree, page_size, num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype, horizon, sliding_window, gpu
+def make_problem(
+    tree: TokenTree,
+    page_size: int = 16,
+    num_q_heads: int = 32,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+    v_head_dim: int | None = None,
+    dtype: Any = "bfloat16",
+    horizon: int = 0,
+    sliding_window: int | None = None,
+    gpu: str | None = None,
 ) -> Problem:
+    """Check the arguments of :func:`plan_tree` and gather them."""
     if not isinstance(tree, TokenTree):
         raise TypeError(f"tree is a {type(tree).__name__}: it must be a TokenTree")
     v_head_dim = head_dim if v_head_dim is None else v_head_dim

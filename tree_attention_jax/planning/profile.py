@@ -5,41 +5,53 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import resources
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class TileCost:
+    """What a tile shape costs, for head dim 128 and two-byte K/V.
+
+    Attributes:
+        rows, block_kv, warps, stages: the shape, as in :class:`pallas_kernels.layout.TileClass`.
+        item_us: microseconds of one SM that a program costs beside its steps (start, query rows, epilogue).
+        step_us: microseconds of one SM a step of ``block_kv`` tokens, K/V in the L2.
+        latency_us: time one program needs for a step when the SM is otherwise idle.
+    """
+
+    rows: int
+    block_kv: int
+    warps: int
+    stages: int
+    item_us: float
+    step_us: float
+    latency_us: float
+
+
+@dataclass(frozen=True)
 class GpuProfile:
-    """Constants of the cost model. Times in microseconds, rates per microsecond.
+    """Constants of the cost model.
 
     Attributes:
         name: as in ``jax.Device.device_kind``, or "generic".
-        source: "measured" (by ``benchmarks/calibrate.py``) or "scaled" (from datasheets).
+        source: "measured" (by ``benchmarks/calibrate.py``, with versions and date) or "scaled" (from datasheets).
         num_sms: streaming multiprocessors.
-        bytes_per_us: device memory rate that a kernel reaches.
-        l2_bytes_per_us: rate of re-reads that hit the L2.
-        flops_per_us: dense bf16 matrix rate that the kernel reaches in a wide tile.
-        tile_us: time of one tile step (rows x block_kv) in a narrow tile, seen by one program.
-        item_us: fixed time of one program: start, item record, query rows, epilogue.
-        slots_per_sm: programs that run at once on an SM.
-        launch_us: time that one more launch costs.
-        partial_bytes_per_us: rate at which partials are written and read again.
+        bytes_per_us: device memory rate that the kernels reach.
+        partial_bytes_per_us: rate at which partials are written, and read again by the reduction.
+        launch_us: time that one more launch costs, beside its work.
+        tiles: tile shapes to choose from, narrow to wide.
     """
 
     name: str
     source: str
     num_sms: int
     bytes_per_us: float
-    l2_bytes_per_us: float
-    flops_per_us: float
-    tile_us: float
-    item_us: float
-    slots_per_sm: float
-    launch_us: float
     partial_bytes_per_us: float
+    launch_us: float
+    tiles: tuple[TileCost, ...]
 
 
 @functools.cache
@@ -49,7 +61,8 @@ def load_profiles() -> dict[str, GpuProfile]:
     for path in sorted(resources.files(__package__).joinpath("profiles").iterdir(), key=lambda p: p.name):
         if path.name.endswith(".json"):
             data = json.loads(path.read_text())
-            profile = GpuProfile(**{f.name: data[f.name] for f in fields(GpuProfile)})
+            tiles = tuple(TileCost(**tile) for tile in data.pop("tiles"))
+            profile = GpuProfile(**data, tiles=tiles)
             found[profile.name] = profile
     return found
 

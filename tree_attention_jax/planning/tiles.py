@@ -10,6 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from pallas_kernels.layout import TileClass
+from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.profile import TileCost
+
+# Shared memory that the K and V stages of one program may take: below what a block may have on any supported GPU, and
+# leaving room for two programs an SM where the head dim allows.
+MAX_STAGE_BYTES = 100_000
+# Bytes of float32 accumulator a thread can hold before it spills.
+MAX_ACCUMULATOR_BYTES = 512
 
 
 def tile_class(rows: int, block_kv: int, warps: int, stages: int, unit: int) -> TileClass:
@@ -17,24 +25,61 @@ def tile_class(rows: int, block_kv: int, warps: int, stages: int, unit: int) -> 
     return TileClass(rows, max(block_kv, unit), unit, False, warps, stages)
 
 
-def standard_tiles(unit: int, group: int) -> tuple[TileClass, ...]:
-    """Narrow short, narrow long, and wide: three classes are enough for a good plan, and each costs a launch."""
-    return (
-        tile_class(16, 16, 1, 2, unit),
-        tile_class(16 if group <= 16 else 32, 64, 4, 3, unit),
-        tile_class(64 if group <= 8 else 128, 64, 4, 3, unit),
-    )
+def fitted(problem: Problem, cost: TileCost, unit: int) -> TileClass:
+    """The profile's tile (made for head dim 128, two bytes) adapted to this problem's head dim and type."""
+    key_width, value_width = _padded(problem.head_dim), _padded(problem.v_head_dim)
+    rows, block_kv, warps, stages = cost.rows, cost.block_kv, cost.warps, cost.stages
+    while rows > 16 and rows * value_width * 4 > MAX_ACCUMULATOR_BYTES * 32 * warps:
+        if warps < 8:
+            warps *= 2
+        else:
+            rows //= 2
+    step_bytes = (key_width + value_width) * problem.itemsize
+    while stages > 2 and block_kv * step_bytes * stages > MAX_STAGE_BYTES:
+        stages -= 1
+    while block_kv > 16 and block_kv * step_bytes * stages > MAX_STAGE_BYTES:
+        block_kv //= 2
+    return tile_class(rows, block_kv, warps, stages, unit)
 
 
-SHORT, LONG, WIDE = range(3)
-SHORT_TOKENS = 64
+def _padded(width: int) -> int:
+    return 1 << (width - 1).bit_length()
+
+
+def entry_unit(problem: Problem) -> int:
+    """Tokens an entry holds at most: as many as the page size allows, unless that pads many short runs.
+
+    64 one-token draft nodes side by side in a page would take 64 entries of 16, one token in each.
+    """
+    tree = problem.tree
+    lengths, unit = tree.kv_len, problem.unit
+    start = tree.first_slot % unit
+    total = int(lengths.sum())
+    while unit > 1 and int((-(-(start + lengths) // unit) * unit)[lengths > 0].sum()) > 1.5 * total:
+        unit //= 4 if unit >= 4 else 2
+        start = tree.first_slot % unit
+    return unit
+
+
+def standard_tiles(problem: Problem) -> tuple[TileClass, ...]:
+    """The profile's tiles for this problem, narrow to wide."""
+    unit = entry_unit(problem)
+    return tuple(fitted(problem, cost, unit) for cost in problem.profile.tiles)
 
 
 def choose(rows: np.ndarray, tokens: np.ndarray, tiles: tuple[TileClass, ...], group: int) -> np.ndarray:
-    """Class of blocks with so many rows (queries) and tokens."""
-    narrow = tiles[LONG].queries_per_tile(group)
-    kind = np.where(tokens <= SHORT_TOKENS, SHORT, LONG)
-    return np.where(rows > narrow, WIDE, kind).astype(np.int32)
+    """Class of blocks with so many rows (queries) and tokens: the narrowest that holds the rows, else the widest.
+
+    Among equally wide tiles the one with the shortest step whose run is not many steps long.
+    """
+    kind = np.full(len(rows), len(tiles) - 1, np.int32)
+    for index in reversed(range(len(tiles))):
+        fits = rows * min(group, tiles[index].rows) <= tiles[index].rows
+        kind[fits & (tokens <= 4 * tiles[index].block_kv)] = index
+        wider = [t for t in tiles[index + 1 :] if t.rows == tiles[index].rows]
+        if not wider:
+            kind[fits] = index
+    return kind
 
 
 def drop_unused(kind: np.ndarray, tiles: tuple[TileClass, ...]) -> tuple[np.ndarray, tuple[TileClass, ...]]:

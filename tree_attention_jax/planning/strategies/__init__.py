@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
+from tree_attention_jax.planning.strategies.auto import auto
 from tree_attention_jax.planning.strategies.node_chunk import node_chunk
 from tree_attention_jax.planning.strategies.per_node import per_node
 from tree_attention_jax.planning.strategies.per_query import per_query
 from tree_attention_jax.planning.tiling import Tiling
 
 STRATEGIES: dict[str, Callable[..., Tiling]] = {
-    "auto": node_chunk,
+    "auto": auto,
     "per_query": per_query,
     "per_node": per_node,
     "node_chunk": node_chunk,

@@ -9,25 +9,21 @@ from __future__ import annotations
 import numpy as np
 
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.tiles import choose, drop_unused, standard_tiles
+from tree_attention_jax.planning.strategies._common import make_tiling, seen_nodes
 from tree_attention_jax.planning.tiling import Tiling
 
 
 def per_node(problem: Problem, max_tokens: int = 0) -> Tiling:
-    tree, layout = problem.tree, problem.layout
-    node = np.flatnonzero((tree.kv_len > 0) & (layout.row_end > layout.row_begin)).astype(np.int32)
-    tokens = tree.kv_len[node]
-    rows = (layout.row_end - layout.row_begin)[node]
-    tiles = standard_tiles(problem.unit, problem.group)
-    kind, tiles = drop_unused(choose(rows, tokens, tiles, problem.group), tiles)
-    return Tiling(
+    """``max_tokens``: split items longer than this (0: never)."""
+    layout = problem.layout
+    node = seen_nodes(problem)
+    return make_tiling(
+        problem,
         row_begin=layout.row_begin[node],
         row_end=layout.row_end[node],
         run_indptr=np.arange(len(node) + 1, dtype=np.int32),
         node=node,
         begin=np.zeros(len(node), np.int32),
-        end=tokens,
-        tile=kind,
-        max_tokens=np.full(len(node), max_tokens, np.int32),
-        tiles=tiles,
+        end=problem.tree.kv_len[node],
+        max_tokens=max_tokens,
     )

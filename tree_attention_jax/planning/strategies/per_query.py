@@ -12,35 +12,27 @@ import numpy as np
 from tree_attention_jax._arrays import exclusive_cumsum
 from tree_attention_jax.planning.parallel import split_limit
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.tiles import choose, drop_unused, standard_tiles
+from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.tiling import Tiling
 
 
 def per_query(problem: Problem) -> Tiling:
     tree, layout = problem.tree, problem.layout
-    node_of_row = tree.query_nodes()[layout.row_query]
-    row, node = _paths(tree.parent, node_of_row)
+    row, node = _paths(tree.parent, tree.query_nodes()[layout.row_query])
     order = np.argsort(row, kind="stable")
     row, node = row[order], node[order]
-    filled = tree.kv_len[node] > 0
-    row, node = row[filled], node[filled]
     num_rows = layout.num_rows
-    tokens = np.bincount(row, weights=tree.kv_len[node], minlength=num_rows).astype(np.int64)
     rows = np.arange(num_rows, dtype=np.int32)
-    kind, tiles = drop_unused(
-        choose(np.ones(num_rows, np.int32), tokens, standard_tiles(problem.unit, problem.group), problem.group),
-        standard_tiles(problem.unit, problem.group),
-    )
-    return Tiling(
+    tokens = np.bincount(row, weights=tree.kv_len[node], minlength=num_rows).astype(np.int64)
+    return make_tiling(
+        problem,
         row_begin=rows,
         row_end=rows + 1,
         run_indptr=exclusive_cumsum(np.bincount(row, minlength=num_rows)),
         node=node,
         begin=np.zeros(len(node), np.int32),
         end=tree.kv_len[node],
-        tile=kind,
-        max_tokens=np.full(num_rows, split_limit(problem, np.ones(num_rows, np.int32), tokens), np.int32),
-        tiles=tiles,
+        max_tokens=split_limit(problem, np.ones(num_rows, np.int32), tokens),
     )
 
 
