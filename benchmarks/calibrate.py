@@ -2,9 +2,10 @@
 
     python -m benchmarks.calibrate --json out.json
 
-Three numbers a shape (see ``planning/profile.py``), each from a plan in which it dominates:
+Four numbers a shape (see ``planning/profile.py``), each from a plan in which it dominates:
 
 - ``step_us``: 1,024 queries over one node of 2,048 tokens: K/V from the L2, hundreds of steps an SM.
+- ``masked_step_us``: the same with every token's interval compared.
 - ``item_us``: the same queries, eight times as many, over one node of one step: programs that start and end.
 - ``latency_us``: fewer programs than SMs, each walking 2,048 tokens of its own: one program's time a step.
 """
@@ -33,17 +34,15 @@ UNIT = 16
 CANDIDATES = [
     (16, 16, 1, 1),
     (16, 16, 1, 2),
-    (16, 32, 1, 2),
     (16, 32, 1, 3),
+    (16, 32, 2, 6),
     (16, 64, 2, 3),
-    (16, 64, 4, 3),
+    (16, 64, 4, 5),
+    (16, 128, 4, 2),
+    (16, 128, 4, 3),
     (32, 32, 1, 3),
-    (32, 32, 2, 3),
     (32, 64, 2, 3),
-    (64, 32, 4, 3),
     (64, 64, 4, 3),
-    (64, 64, 4, 4),
-    (128, 32, 4, 3),
     (128, 64, 4, 3),
     (128, 64, 8, 3),
 ]
@@ -57,9 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     shapes = [TileClass(rows, block, UNIT, False, warps, stages) for rows, block, warps, stages in CANDIDATES]
     found = {shape: {} for shape in shapes}
     with ThreadPoolExecutor(16) as pool:
-        for name, make in (("step_us", _steps), ("item_us", _items), ("latency_us", _latency)):
+        for name, make in MEASUREMENTS:
             trees = {shape: make(shape) for shape in shapes}
-            jobs = {shape: pool.submit(_compile, *trees[shape], shape) for shape in shapes}
+            masked = name == "masked_step_us"
+            jobs = {shape: pool.submit(_compile, *trees[shape], shape, masked) for shape in shapes}
             for shape in shapes:
                 tree, heads = trees[shape]
                 try:
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
                     us = sum(harness.kernel_times(call, (data.q, data.k, data.v, plan), layers).values())
                     programs = items * heads[1]
                     steps = -(-int(tree.kv_len[0]) // shape.block_kv)
-                    if name == "step_us":
+                    if name.endswith("step_us"):
                         value = us * sms / (programs * steps)
                     elif name == "item_us":
                         value = us * sms / programs - found[shape].get("step_us", 0.0)
@@ -103,7 +103,10 @@ def _latency(_: TileClass):
     return ta.TokenTree([-1] * 96, [2048] * 96), (16, 1)
 
 
-def _compile(tree: ta.TokenTree, heads: tuple[int, int], shape: TileClass):
+MEASUREMENTS = (("step_us", _steps), ("masked_step_us", _steps), ("item_us", _items), ("latency_us", _latency))
+
+
+def _compile(tree: ta.TokenTree, heads: tuple[int, int], shape: TileClass, masked: bool):
     """A plan that runs only the long nodes, all in one shape."""
     problem = make_problem(tree, num_q_heads=heads[0], num_kv_heads=heads[1])
     node = np.flatnonzero(tree.kv_len > 1).astype(np.int32)
@@ -119,7 +122,7 @@ def _compile(tree: ta.TokenTree, heads: tuple[int, int], shape: TileClass):
         kind=np.zeros(len(node), np.int32),
         tiles=(shape,),
     )
-    packed = packing.pack(problem, lower(problem, tiling), ta.Buckets())
+    packed = packing.pack(problem, lower(problem, tiling, mask_all=masked), ta.Buckets())
     plan = ta.TreePlan(jax.device_put(packed.buffer), packed.shape)
     layers = 4
     data = jax.eval_shape(lambda: harness.arrays(tree, heads, 128, 16, jax.numpy.bfloat16, layers))

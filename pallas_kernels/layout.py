@@ -103,6 +103,7 @@ class WorkShape:
     positions_at: int
     slots_at: int
     reduce_at: int
+    reduce_block: int  # partials the reduction merges at a time: a power of two
     partial_rows: int  # rows of the partial buffer; 0: every item is final and there is nothing to reduce
     buffer_size: int
 

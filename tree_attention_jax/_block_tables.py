@@ -6,6 +6,7 @@ of what two neighbours share decides where the nodes split (the suffix-array vie
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,8 +56,8 @@ def _validated(block_tables: Any, kv_lens: Any, q_lens: Any, page_size: int):
         raise ValueError(f"block_tables has shape {tables.shape}: it must be [batch, max_pages]")
     if tables.dtype.kind not in "iu":
         raise TypeError(f"block_tables has dtype {tables.dtype}: it must hold integers")
-    if page_size < 1:
-        raise ValueError(f"page_size is {page_size}: it must be positive")
+    if not isinstance(page_size, int | np.integer) or page_size < 1:
+        raise ValueError(f"page_size is {page_size!r}: it must be a positive integer")
     kv = as_int_vector("kv_lens", kv_lens, len(tables))
     q = as_int_vector("q_lens", q_lens, len(tables))
     for i in range(len(tables)):
@@ -67,7 +68,8 @@ def _validated(block_tables: Any, kv_lens: Any, q_lens: Any, page_size: int):
         need = ceil_div(int(kv[i]), page_size)
         if need > tables.shape[1]:
             raise ValueError(
-                f"block_tables has {tables.shape[1]} pages a sequence but kv_lens[{i}] = {kv[i]} needs {need} of {page_size}"
+                f"block_tables has {tables.shape[1]} pages a sequence but kv_lens[{i}] = {kv[i]} needs {need} of "
+                f"{page_size}"
             )
     used = np.arange(tables.shape[1]) < ceil_div(kv, page_size)[:, None]
     bad = used & ((tables < 0) | (tables >= 2**31))
@@ -112,7 +114,7 @@ def _split(ranked: np.ndarray, shared: np.ndarray, kv: np.ndarray) -> list[_Span
                 low += 1  # sequences that end here have no further node
             cuts = [i for i in range(low + 1, high) if shared[i] == end]
             edges = [low, *cuts, high]
-            stack.extend((a, b, end, parent) for a, b in zip(edges, edges[1:]) if a < b)
+            stack.extend((a, b, end, parent) for a, b in pairwise(edges) if a < b)
 
     low = 0
     for high in range(1, len(ranked) + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from tree_attention_jax._arrays import ceil_div, exclusive_cumsum
 
 def tree_arrays_from_paths(paths: Any, prompt_len: Any, page_size: int | None, root: bool) -> tuple:
     """Arguments for ``TokenTree``. See :meth:`TokenTree.from_paths`."""
+    if page_size is not None and (not isinstance(page_size, int | np.integer) or page_size < 1):
+        raise ValueError(f"page_size is {page_size!r}: it must be a positive integer, or None")
     prompts = np.atleast_1d(np.asarray(prompt_len))
     if prompts.dtype.kind not in "iu" or prompts.ndim != 1:
         raise TypeError(f"prompt_len must be an integer or a vector of integers, got {prompt_len!r}")
@@ -59,11 +62,21 @@ def _per_request(paths: Any, requests: int, scalar: bool) -> list[list[tuple[int
         isinstance(one, Sequence) and len(one) > 0 and isinstance(one[0], Sequence | np.ndarray) for one in listed
     )
     if not nested:
-        return [[tuple(int(c) for c in path) for path in listed]] * requests
-    drafts = [[tuple(int(c) for c in path) for path in one] for one in listed]
+        return [_choices(listed, 0)] * requests
+    drafts = [_choices(one, request) for request, one in enumerate(listed)]
     if not scalar and requests != len(drafts):
         raise ValueError(f"prompt_len has {requests} entries but paths lists {len(drafts)} requests")
     return drafts
+
+
+def _choices(draft: Any, request: int) -> list[tuple[int, ...]]:
+    paths = []
+    for index, path in enumerate(draft):
+        try:
+            paths.append(tuple(operator.index(choice) for choice in path))
+        except TypeError:
+            raise TypeError(f"paths[{index}] of request {request} is {path!r}: a path is a list of integers") from None
+    return paths
 
 
 def _parents(draft: list[tuple[int, ...]], request: int) -> list[int]:
@@ -79,7 +92,8 @@ def _parents(draft: list[tuple[int, ...]], request: int) -> list[int]:
             raise ValueError(f"paths[{index}] of request {request} repeats {list(path)}")
         if path[:-1] not in seen:
             raise ValueError(
-                f"paths[{index}] of request {request} is {list(path)} but its prefix {list(path[:-1])} is not listed before it"
+                f"paths[{index}] of request {request} is {list(path)} but its prefix {list(path[:-1])} is not listed "
+                f"before it"
             )
         parents.append(seen[path[:-1]])
         seen[path] = index

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
+from pallas_kernels.layout import WorkShape
 from pallas_kernels.options import Options
 from tree_attention_jax import backends
 from tree_attention_jax.planning.plan import TreePlan
@@ -58,7 +60,7 @@ def tree_attention(
         ValueError, TypeError: an argument does not fit the plan; the message names both values.
         NotImplementedError: no requested implementation can do this; the message says why.
     """
-    shape = plan.shape
+    shape = _shape_of(plan)
     _check_arrays(q, k_pages, v_pages, plan)
     _check_window(plan, sliding_window)
     group = shape.group
@@ -105,12 +107,14 @@ def append_kv(
     Raises:
         ValueError, TypeError: shapes that do not fit the plan, naming both values.
     """
-    shape = plan.shape
+    shape = _shape_of(plan)
     _check_pages(k_pages, v_pages, plan)
     rows = jnp.shape(k_new)[0] if jnp.ndim(k_new) else 0
     _check_shape("k_new", k_new, (rows, shape.num_kv_heads, shape.head_dim))
     _check_shape("v_new", v_new, (rows, shape.num_kv_heads, shape.v_head_dim))
     _check_rows("k_new", rows, plan)
+    _check_storable("k_new", k_new, k_pages)
+    _check_storable("v_new", v_new, v_pages)
     slots = plan.slots[:rows]
     names = backends.resolve(implementation)
     return backends.append_first(names, k_pages, v_pages, jnp.asarray(k_new), jnp.asarray(v_new), slots)
@@ -127,9 +131,13 @@ def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Ar
 # ---------------------------------------------------------------------- checks
 
 
-def _check_arrays(q: Any, k_pages: Any, v_pages: Any, plan: TreePlan) -> None:
+def _shape_of(plan: Any) -> WorkShape:
     if not isinstance(plan, TreePlan):
         raise TypeError(f"plan is a {type(plan).__name__}: it must be a TreePlan (see plan_tree)")
+    return plan.shape
+
+
+def _check_arrays(q: Any, k_pages: Any, v_pages: Any, plan: TreePlan) -> None:
     shape = plan.shape
     if jnp.ndim(q) != 3:
         raise ValueError(f"q has shape {jnp.shape(q)}: it must be [Q, {shape.num_q_heads}, {shape.head_dim}]")
@@ -142,14 +150,14 @@ def _check_arrays(q: Any, k_pages: Any, v_pages: Any, plan: TreePlan) -> None:
 
 
 def _check_pages(k_pages: Any, v_pages: Any, plan: TreePlan) -> None:
-    if not isinstance(plan, TreePlan):
-        raise TypeError(f"plan is a {type(plan).__name__}: it must be a TreePlan (see plan_tree)")
     shape = plan.shape
     pages = jnp.shape(k_pages)[0] if jnp.ndim(k_pages) else 0
     _check_shape("k_pages", k_pages, (pages, shape.page_size, shape.num_kv_heads, shape.head_dim))
     _check_shape("v_pages", v_pages, (pages, shape.page_size, shape.num_kv_heads, shape.v_head_dim))
     if k_pages.dtype != v_pages.dtype:
         raise TypeError(f"k_pages has dtype {k_pages.dtype} but v_pages has dtype {v_pages.dtype}")
+    if not (jnp.issubdtype(k_pages.dtype, jnp.floating) or k_pages.dtype == jnp.int8):
+        raise TypeError(f"k_pages has dtype {k_pages.dtype}: it must be a floating-point type or int8")
     if plan.host is not None and plan.host.num_pages > pages:
         raise ValueError(f"k_pages has {pages} pages but the plan reads page {plan.host.num_pages - 1}")
 
@@ -157,6 +165,13 @@ def _check_pages(k_pages: Any, v_pages: Any, plan: TreePlan) -> None:
 def _check_shape(name: str, value: Any, wanted: tuple[int, ...]) -> None:
     if jnp.shape(value) != wanted:
         raise ValueError(f"{name} has shape {jnp.shape(value)} but the plan was made for {wanted}")
+
+
+def _check_storable(name: str, new: Any, pages: Any) -> None:
+    """Floats round to any float; a cast to or from integers would lose the scale."""
+    dtype = jnp.result_type(new)
+    if dtype != pages.dtype and not (jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(pages.dtype, jnp.floating)):
+        raise TypeError(f"{name} has dtype {dtype} but the pages hold {pages.dtype}: quantise it before appending")
 
 
 def _check_rows(name: str, rows: int, plan: TreePlan) -> None:
@@ -184,19 +199,33 @@ def _per_head(name: str, value: ArrayLike | None, heads: int) -> jax.Array | Non
         return None
     if jnp.shape(value) != (heads,):
         raise ValueError(f"{name} has shape {jnp.shape(value)}: it must be [{heads}], one a query head")
+    _check_finite(name, value)
     return jnp.asarray(value, jnp.float32)
 
 
 def _kv_scale(name: str, value: ArrayLike, heads: int) -> jax.Array:
     if jnp.shape(value) not in ((), (heads,)):
         raise ValueError(f"{name} has shape {jnp.shape(value)}: it must be a scalar or [{heads}], one a KV head")
+    _check_finite(name, value)
     return jnp.broadcast_to(jnp.asarray(value, jnp.float32), (heads,))
+
+
+def _check_finite(name: str, value: ArrayLike) -> None:
+    """Of values on the host: looking at a device array would wait for it."""
+    if isinstance(value, jax.Array):
+        return
+    numbers = np.atleast_1d(np.asarray(value, np.float64))
+    wrong = ~np.isfinite(numbers)
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        where = f"[{index}]" if np.ndim(value) else ""
+        raise ValueError(f"{name}{where} is {numbers[index]}: it must be finite")
 
 
 def _static_float(name: str, value: Any, positive: bool = False) -> float:
     try:
         number = float(value)
-    except (TypeError, jax.errors.ConcretizationTypeError) as error:
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError) as error:
         raise TypeError(f"{name} must be a Python number: it is compiled into the kernel ({error})") from None
     if not number == number or number in (float("inf"), float("-inf")) or (positive and number <= 0):
         raise ValueError(f"{name} is {number}: it must be finite{' and positive' if positive else ''}")

@@ -20,6 +20,7 @@ def merge_states(o_a: jax.Array, lse_a: jax.Array, o_b: jax.Array, lse_b: jax.Ar
 
     Raises:
         ValueError: shapes that do not fit, naming both.
+        TypeError: an argument that is not of a floating-point type.
     """
     for name, value, other, wanted in (
         ("o_b", o_b, "o_a", o_a),
@@ -29,6 +30,9 @@ def merge_states(o_a: jax.Array, lse_a: jax.Array, o_b: jax.Array, lse_b: jax.Ar
             raise ValueError(f"{name} has shape {jnp.shape(value)} but {other} has shape {jnp.shape(wanted)}")
     if jnp.shape(o_a)[:-1] != jnp.shape(lse_a):
         raise ValueError(f"lse_a has shape {jnp.shape(lse_a)}: it must be o_a's {jnp.shape(o_a)} without the last axis")
+    for name, value in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
+        if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            raise TypeError(f"{name} has dtype {jnp.result_type(value)}: it must be a floating-point type")
     lse_a = jnp.asarray(lse_a, jnp.float32)
     lse_b = jnp.asarray(lse_b, jnp.float32)
     peak = jnp.maximum(lse_a, lse_b)

@@ -61,6 +61,7 @@ class TokenTree:
     ):
         self.parent = as_int_vector("parent", parent)
         num_nodes = len(self.parent)
+        _check_parent(self.parent)
         self.kv_len = as_int_vector("kv_len", kv_len, num_nodes)
         if q_len is None:
             is_leaf = np.ones(num_nodes, bool)
@@ -198,6 +199,9 @@ class TokenTree:
 
         This is the explicit form of a tree made without a page table; a plan with a ``horizon`` needs it.
         """
+        for name, value, least in (("page_size", page_size, 1), ("reserve", reserve, 0)):
+            if not isinstance(value, int | np.integer) or value < least:
+                raise ValueError(f"{name} is {value!r}: it must be an integer of at least {least}")
         room = self.kv_len + np.where(self.is_leaf() & (self.q_len > 0), reserve, 0)
         indptr = exclusive_cumsum(-(-room // page_size))
         return TokenTree(self.parent, self.kv_len, self.q_len, indptr, np.arange(indptr[-1], dtype=np.int32))
@@ -233,7 +237,8 @@ class TokenTree:
         if outside.any():
             node = int(np.argmax(outside))
             raise ValueError(f"first_slot[{node}] is {self.first_slot[node]}: pages have {page_size} slots")
-        assert self.page_indptr is not None and self.page_indices is not None
+        assert self.page_indptr is not None
+        assert self.page_indices is not None
         have = np.diff(self.page_indptr)
         need = -(-(self.first_slot + self.kv_len) // page_size)
         short = (have < need) & (self.kv_len > 0)
@@ -246,8 +251,8 @@ class TokenTree:
         listed = self.page_indices
         if len(listed) and int(listed.max()) >= MAX_SLOTS // page_size:
             raise ValueError(
-                f"page_indices[{int(listed.argmax())}] is {listed.max()}: with {page_size} slots a page a pool may have "
-                f"{MAX_SLOTS // page_size} pages"
+                f"page_indices[{int(listed.argmax())}] is {listed.max()}: with {page_size} slots a page a pool may "
+                f"have {MAX_SLOTS // page_size} pages"
             )
         if len(listed) < 2 or (listed[1:] > listed[:-1]).all():
             return  # increasing, so no page is listed twice
@@ -276,32 +281,17 @@ class TokenTree:
     # ------------------------------------------------------------------ validation
 
     def _validate(self) -> None:
-        nodes = np.arange(self.num_nodes)
-
-        def reject(bad: np.ndarray, describe: Any) -> None:
-            if bad.any():
-                raise ValueError(describe(int(np.argmax(bad))))
-
-        parent, kv_len, q_len = self.parent, self.kv_len, self.q_len
-        reject(parent < -1, lambda i: f"parent[{i}] is {parent[i]}: a parent is a node index, or -1 for a root")
-        reject(parent == nodes, lambda i: f"parent[{i}] is {i}: a node cannot be its own parent")
-        reject(
-            parent > nodes,
-            lambda i: (
-                f"parent[{i}] is {parent[i]}: parents come before their children "
-                f"(parent[i] < i), which also rules out cycles"
-            ),
-        )
-        reject(kv_len < 0, lambda i: f"kv_len[{i}] is {kv_len[i]}: it must not be negative")
-        reject(q_len < 0, lambda i: f"q_len[{i}] is {q_len[i]}: it must not be negative")
-        reject(
+        kv_len, q_len = self.kv_len, self.q_len
+        _reject(kv_len < 0, lambda i: f"kv_len[{i}] is {kv_len[i]}: it must not be negative")
+        _reject(q_len < 0, lambda i: f"q_len[{i}] is {q_len[i]}: it must not be negative")
+        _reject(
             q_len > kv_len,
             lambda i: (
                 f"q_len[{i}] is {q_len[i]} but kv_len[{i}] is {kv_len[i]}: queries are the last tokens of "
                 f"their node, so q_len must not exceed kv_len"
             ),
         )
-        reject(self.first_slot < 0, lambda i: f"first_slot[{i}] is {self.first_slot[i]}: it must not be negative")
+        _reject(self.first_slot < 0, lambda i: f"first_slot[{i}] is {self.first_slot[i]}: it must not be negative")
         if int(kv_len.sum(dtype=np.int64)) >= 2**31:
             raise ValueError(f"kv_len sums to {int(kv_len.sum(dtype=np.int64))}: a forest holds less than 2**31 tokens")
         if self.page_indptr is None or self.page_indices is None:
@@ -309,13 +299,13 @@ class TokenTree:
         indptr, indices = self.page_indptr, self.page_indices
         if indptr[0] != 0:
             raise ValueError(f"page_indptr[0] is {indptr[0]}: it must be 0")
-        reject(
+        _reject(
             np.diff(indptr) < 0,
             lambda i: f"page_indptr[{i + 1}] is {indptr[i + 1]}, below page_indptr[{i}] which is {indptr[i]}",
         )
         if indptr[-1] != len(indices):
             raise ValueError(f"page_indptr ends at {indptr[-1]} but page_indices has {len(indices)} entries")
-        reject(indices < 0, lambda i: f"page_indices[{i}] is {indices[i]}: a page id must not be negative")
+        _reject(indices < 0, lambda i: f"page_indices[{i}] is {indices[i]}: a page id must not be negative")
 
     def __repr__(self) -> str:
         roots = int((self.parent < 0).sum())
@@ -323,3 +313,21 @@ class TokenTree:
             f"TokenTree({self.num_nodes} nodes, {roots} root{'s' if roots != 1 else ''}, "
             f"{int(self.kv_len.sum())} tokens, {self.num_queries} queries)"
         )
+
+
+def _reject(bad: np.ndarray, describe: Any) -> None:
+    if bad.any():
+        raise ValueError(describe(int(np.argmax(bad))))
+
+
+def _check_parent(parent: np.ndarray) -> None:
+    nodes = np.arange(len(parent))
+    _reject(parent < -1, lambda i: f"parent[{i}] is {parent[i]}: a parent is a node index, or -1 for a root")
+    _reject(parent == nodes, lambda i: f"parent[{i}] is {i}: a node cannot be its own parent")
+    _reject(
+        parent > nodes,
+        lambda i: (
+            f"parent[{i}] is {parent[i]}: parents come before their children "
+            f"(parent[i] < i), which also rules out cycles"
+        ),
+    )

@@ -53,8 +53,8 @@ class Items:
     tiles: tuple[TileClass, ...]
 
 
-def lower(problem: Problem, tiling: Tiling) -> Items:
-    """Turn a tiling into items."""
+def lower(problem: Problem, tiling: Tiling, *, mask_all: bool = False) -> Items:
+    """Turn a tiling into items. ``mask_all`` sends plain runs down the masked path too, to time it."""
     queries_per_tile = np.array([t.queries_per_tile(problem.group) for t in tiling.tiles], np.int32)
     step = queries_per_tile[tiling.tile]
     rows = tiling.row_end - tiling.row_begin
@@ -70,6 +70,8 @@ def lower(problem: Problem, tiling: Tiling) -> Items:
     unit = np.array([t.unit for t in tiling.tiles], np.int32)[kind]
 
     pieces = _pieces(problem, tiling, block, row0, row1)
+    if mask_all:
+        pieces = replace(pieces, masked=np.ones_like(pieces.masked))
     num_tiles = len(block)
     plain = _entries(problem, pieces, ~pieces.masked, unit, num_tiles)
     masked = _entries(problem, pieces, pieces.masked, unit, num_tiles)

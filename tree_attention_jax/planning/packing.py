@@ -20,6 +20,7 @@ MIN_ITEMS = 16
 MIN_QUERIES = 16
 MIN_PARTIALS = 1024
 MIN_BUFFER = 4096
+MAX_REDUCE_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         positions_at=positions_at,
         slots_at=slots_at,
         reduce_at=reduce_at,
+        reduce_block=_reduce_block(reduce_ptr),
         partial_rows=0 if num_partials == 0 else buckets.capacity("partials", num_partials, MIN_PARTIALS),
         buffer_size=size,
     )
@@ -121,6 +123,12 @@ def _partials(problem: Problem, items: Items):
     query = problem.layout.row_query[row]
     reduce_list = np.argsort(query, kind="stable").astype(np.int32)
     return partial, int(offset[-1]), exclusive_cumsum(np.bincount(query, minlength=num_rows)), reduce_list
+
+
+def _reduce_block(reduce_ptr: np.ndarray) -> int:
+    """Partials merged at a time: what the query with the most partials needs, within what registers hold."""
+    most = int(np.diff(reduce_ptr).max(initial=1))
+    return min(1 << max(most - 1, 1).bit_length(), MAX_REDUCE_BLOCK)
 
 
 def _write_items(buffer, items: Items, launches, partial, padding, row_capacity, plain_at: int, masked_at: int) -> None:

@@ -8,57 +8,50 @@ from __future__ import annotations
 
 import numpy as np
 
-from pallas_kernels.layout import TileClass
 from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.strategies._shapes import Shape
 
 MIN_TOKENS = 64
+# How much of the shorter of (throughput, latency) shows beside the longer. Fitted on the 45 cells.
+OVERLAP = 0.35
 
 
-def split_lengths(
-    problem: Problem,
-    tokens: np.ndarray,
-    rows: np.ndarray,
-    kind: np.ndarray,
-    shapes: list[tuple[TileClass, float, float, float]],
-) -> np.ndarray:
-    """Per block, the tokens an item may have at most (0: do not split). Blocks of one shape get one limit.
+def best_limit(
+    problem: Problem, shape: Shape, tokens: np.ndarray, rows: np.ndarray, count: np.ndarray, memory: float
+) -> tuple[int, float, bool]:
+    """How long the items of one launch may be.
 
     Args:
-        tokens, rows: of each block.
-        kind: shape of each block.
-        shapes: (tile, item_us, step_us, latency_us) of each shape.
+        problem: gives heads and rates.
+        shape: of the launch.
+        tokens, rows: of each block; ``count`` says how many such blocks there are.
+        memory: time to read the launch's K/V once.
+
+    Returns:
+        Tokens an item may have at most (0: do not split), the modelled time of the launch, and whether it splits.
     """
-    limit = np.zeros(len(tokens), np.int32)
-    for index, shape in enumerate(shapes):
-        mine = np.flatnonzero(kind == index)
-        if len(mine):
-            limit[mine] = _best_limit(problem, tokens[mine], rows[mine], *shape)
-    return limit
+    longest = float(tokens.max())
+    steps = np.ceil(tokens / shape.tile.block_kv)
+    walk = float((steps * count).sum()) * shape.step_us
+    partial_us = 8.0 * problem.num_q_heads * problem.v_head_dim / problem.profile.partial_bytes_per_us
 
+    def time(length: float) -> float:
+        pieces = np.ceil(tokens / length)
+        work = max((walk + float((pieces * count).sum()) * shape.item_us) * shape.programs, memory)
+        latency = np.ceil(min(longest, length) / shape.tile.block_kv) * shape.latency_us
+        split = float(((pieces - 1) * rows * count).sum())
+        # The first split of a row also means that there must be a reduction.
+        extra = split * partial_us + (problem.profile.launch_us if split else 0.0)
+        return max(work, latency) + OVERLAP * min(work, latency) + extra
 
-def _best_limit(problem: Problem, tokens, rows, tile: TileClass, item_us, step_us, latency_us) -> int:
-    profile = problem.profile
-    heads = problem.num_kv_heads * max(1, -(-problem.group // tile.rows))
-    width = (problem.head_dim + problem.v_head_dim) * problem.itemsize * problem.num_kv_heads
-    partial_us = 8.0 * problem.num_q_heads * problem.v_head_dim / profile.partial_bytes_per_us
-    longest = int(tokens.max())
-    memory = float(tokens.sum()) * width / profile.bytes_per_us
-
-    def time(length: int) -> float:
-        pieces = -(-tokens // length)
-        steps = -(-tokens // tile.block_kv)
-        work = float((pieces * item_us + steps * step_us).sum()) * heads / profile.num_sms
-        latency = -(-min(longest, length) // tile.block_kv) * latency_us
-        extra = float(((pieces - 1) * rows).sum()) * partial_us
-        # A row's first split also costs the reduction, which then has to run at all.
-        return max(work, memory) + latency + extra
-
-    whole = time(longest)
-    best, best_length = whole, 0
-    length = max(MIN_TOKENS, tile.block_kv)
-    while length < longest:
-        now = time(length)
-        if now < best:
-            best, best_length = now, length
-        length *= 2
-    return best_length
+    if longest <= 0:
+        return 0, 0.0, False
+    best, best_length = time(longest), 0
+    if np.ceil(longest / shape.tile.block_kv) * shape.latency_us > 0.2 * best:
+        length = max(MIN_TOKENS, shape.tile.block_kv)
+        while length < longest:
+            now = time(length)
+            if now < best:
+                best, best_length = now, length
+            length *= 2
+    return best_length, best, best_length > 0

@@ -1,22 +1,27 @@
 """``auto``: the tiling with the least modelled time, by dynamic programming over the tree.
 
-Cut every root-to-leaf path into *segments*. A segment is a top node and its descendants down to some level; its rows
-are cut into tiles, and each tile walks the segment's tokens that any of its rows sees: a masked block. That one family
-holds all of the published tilings:
+Cut every root-to-leaf path into *segments*. A segment is a node's rows times some consecutive levels below (and with)
+it; the rows are cut into tiles, and each tile walks the segment's tokens that any of its rows sees: a masked block.
+That one family holds all of the published tilings:
 
-- every node its own segment: DeFT-Node;
+- every node a segment of its own: DeFT-Node;
 - one segment a tree, a tile one query high: Flash-Decoding;
 - a tile no higher than a child's rows: the child has pulled its ancestors' tokens (FastTree's merge, PAT's pack), and
   they are read again for its sibling;
-- a tile as high as the segment: a whole subtree as one masked block (DeFT-Flatten).
+- a tile as high as the segment: a whole subtree as one masked block (DeFT-Flatten);
+- the levels below a node without the node: siblings joined, so that short leaves fill a tile together.
 
-A row writes one partial a segment, none if a single segment holds its path; so joining levels trades masked or repeated
-work for partials that are never written. ``f(v)``, the least time for everything below ``v``'s ancestors, is the
-minimum over the segment's depth and tile of that segment's time plus ``f`` of the nodes just below it: bottom-up, a
-level at a time, all nodes of a level at once.
+A row writes one partial a segment, none if a single segment holds its path: joining levels trades masked or repeated
+work for partials that are never written. With ``f(v)`` the least time for v and all below it, and ``h(v)`` the same
+without v's own tokens::
 
-The time of a segment is the larger of its matrix work (steps of a tile, as measured for each shape) and its bytes, plus
-the partials. The tail over the SMs is seen to afterwards, by splitting items that would outlast the rest.
+    f(v) = min over k >= 0 of  time(v's rows, levels 0..k) + partials + sum of h over v's descendants k levels down
+    h(v) = min( sum of f over v's children,
+                min over k >= 1 of  time(v's rows, levels 1..k) + partials + sum of h over the descendants k down )
+
+bottom-up, a level at a time, all nodes of a level at once. A virtual node above the roots lets trees be joined too. The
+time of a segment is the larger of its matrix work (measured for each tile shape) and its bytes; the tail over the SMs,
+launches and the reduction are priced for whole candidates (:mod:`._tail`), of which the cheapest wins.
 """
 
 from __future__ import annotations
@@ -25,278 +30,238 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pallas_kernels.layout import TileClass
 from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_ranges
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.profile import TileCost
 from tree_attention_jax.planning.strategies._common import make_tiling
-from tree_attention_jax.planning.strategies._tail import split_lengths
-from tree_attention_jax.planning.tiles import entry_unit, fitted
+from tree_attention_jax.planning.strategies._levels import Levels, nodes_of_tiles
+from tree_attention_jax.planning.strategies._shapes import Shape, shapes_for
+from tree_attention_jax.planning.strategies._tail import best_limit
 from tree_attention_jax.planning.tiling import Tiling
 
-# Levels a segment may span, unless it reaches the leaves. Deeper joins never paid in the trees we measured.
+# Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
-# Trees with fewer rows than this are bound by latency: what one more launch costs decides, so subsets of the tile shapes
-# are planned one by one. Larger trees take all shapes.
-SMALL_ROWS = 512
 
 
 def auto(problem: Problem) -> Tiling:
-    levels = _Levels.of(problem)
-    if levels.num_nodes == 0:
-        return _empty(problem)
-    unit = entry_unit(problem)
-    shapes = _shapes(problem, unit)
-    best: tuple[float, _Choice] | None = None
-    for subset in _subsets(shapes, problem):
-        choice = _solve(problem, levels, subset)
-        used = len(np.unique(choice.kind[choice.is_top]))
-        time = choice.time + used * problem.profile.launch_us
-        if best is None or time < best[0]:
-            best = (time, choice)
-    assert best is not None
-    return _emit(problem, levels, best[1])
+    if problem.layout.num_rows == 0:
+        none = np.zeros(0, np.int32)
+        return make_tiling(problem, none, none, np.zeros(1, np.int32), none, none, none)
+    levels = Levels.of(problem, MAX_SPAN)
+    shapes = shapes_for(problem)
+    costs = _Costs.of(problem, levels, shapes)
+    best = min(_candidates(levels, costs, shapes), key=lambda segments: segments.time(problem, shapes))
+    return _emit(problem, levels, best, shapes)
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """A tile shape with its costs scaled to this problem's head dim."""
+class _Costs:
+    """Times of all segments, [shape, with or without the top's tokens, span, node]; and their walked tokens."""
 
-    tile: TileClass
-    item_us: float
-    step_us: float
-    latency_us: float
-    queries: int  # per tile
-
-
-def _shapes(problem: Problem, unit: int) -> list[_Shape]:
-    scale = (problem.head_dim + problem.v_head_dim) / 256
-
-    def shape(cost: TileCost) -> _Shape:
-        tile = fitted(problem, cost, unit)
-        steps = cost.block_kv / tile.block_kv
-        return _Shape(
-            tile,
-            cost.item_us * scale,
-            cost.step_us * scale / steps,
-            cost.latency_us,
-            tile.queries_per_tile(problem.group),
-        )
-
-    shapes = [shape(cost) for cost in problem.profile.tiles]
-    fits = [s for s in shapes if s.tile.rows >= min(problem.group, 64)]
-    return fits or shapes[-1:]
-
-
-def _subsets(shapes: list[_Shape], problem: Problem) -> list[list[_Shape]]:
-    if problem.layout.num_rows >= SMALL_ROWS:
-        return [shapes]
-    pairs = [[a, b] for i, a in enumerate(shapes) for b in shapes[i + 1 :]]
-    return [[s] for s in shapes] + pairs
-
-
-@dataclass(frozen=True)
-class _Levels:
-    """The nodes that have rows, by level and depth-first within a level, so children of neighbours are neighbours."""
-
-    node: np.ndarray
-    rows: np.ndarray
-    tokens: np.ndarray
-    begin: np.ndarray  # [levels + 1]
-    child_begin: np.ndarray  # [num_nodes + 1] first child; children of i are child_begin[i] .. child_begin[i + 1] - 1
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.node)
+    time: np.ndarray
+    walked: np.ndarray
+    memory: np.ndarray  # [2, span, node]
+    partial: np.ndarray  # [node] time to write a partial for every row, and to read it again
 
     @staticmethod
-    def of(problem: Problem) -> _Levels:
-        tree, layout = problem.tree, problem.layout
-        rows = layout.row_end - layout.row_begin
-        # In a stable sort by depth the depth-first order survives within each level. Nodes without rows have no
-        # descendants with rows, so leaving them out leaves a forest.
-        order = layout.order
-        seen = rows[order] > 0
-        if not seen.all():
-            order = order[seen]
-        depth = layout.depth[order]
-        by_level = np.argsort(depth, kind="stable")
-        node = order[by_level]
-        counts = np.bincount(depth)
-        begin = exclusive_cumsum(counts)
-        children = np.zeros(tree.num_nodes + 1, np.int32)
-        children[:-1] = np.bincount(tree.parent[node[begin[1] :]], minlength=tree.num_nodes) if len(node) else 0
-        first_child = (begin[1] if len(begin) > 1 else 0) + exclusive_cumsum(children[node])
-        return _Levels(node, rows[node], tree.kv_len[node], begin, first_child)
+    def of(problem: Problem, levels: Levels, shapes: list[Shape]) -> _Costs:
+        unit = shapes[0].tile.unit
+        tokens = (ceil_div(levels.tokens, unit) * unit).astype(np.float32)
+        total = levels.sum_down(tokens)
+        extra = levels.sum_down(tokens * (levels.rows - 1).astype(np.float32))
+        total = np.stack([total, total - total[0]])
+        extra = np.stack([extra, extra - extra[0]])
+        width = (problem.head_dim + problem.v_head_dim) * problem.itemsize * problem.num_kv_heads
+        memory = total * np.float32(width / problem.profile.bytes_per_us)
+        walked = np.empty((len(shapes), *total.shape), np.float32)
+        time = np.empty_like(walked)
+        for index, shape in enumerate(shapes):
+            tiles = ceil_div(levels.rows, shape.queries).astype(np.float32)
+            # A node that s rows see meets about 1 + (s - 1) / q tiles of q rows, and never more than there are.
+            np.minimum(total + extra / np.float32(shape.queries), total * tiles, out=walked[index])
+            np.copyto(walked[index], total, where=tiles == 1)
+            work = walked[index] * np.float32(shape.masked_token_us)
+            work[0, 0] = walked[index, 0, 0] * np.float32(shape.token_us)  # one node alone needs no mask
+            work += tiles * np.float32(shape.item_us + 0.5 * shape.step_us)
+            np.maximum(work * np.float32(shape.programs), memory, out=time[index])
+        partial_bytes = 8.0 * problem.num_q_heads * problem.v_head_dim
+        partial = levels.rows * np.float32(partial_bytes / problem.profile.partial_bytes_per_us)
+        return _Costs(time, walked, memory, partial)
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """The best segmentation: which nodes are tops, how many levels their segments span, and in which shape."""
+class _Segments:
+    """A segmentation: tops, whether their own tokens belong to it, how many levels, and the shape."""
 
-    time: float
-    is_top: np.ndarray
+    top: np.ndarray
+    below: np.ndarray  # 1: without the top's own tokens
     span: np.ndarray
-    kind: np.ndarray
-    shapes: list[_Shape]
+    shape: np.ndarray
+    tiles: np.ndarray
+    tokens: np.ndarray  # about how many a tile walks
+    rows: np.ndarray
+    memory: np.ndarray
+    has_partials: bool
+
+    @staticmethod
+    def of(levels: Levels, costs: _Costs, shapes: list[Shape], top, below, span, shape) -> _Segments:
+        queries = np.array([s.queries for s in shapes])
+        rows = levels.rows[top]
+        tiles = ceil_div(rows, queries[shape])
+        return _Segments(
+            top=top,
+            below=below,
+            span=span,
+            shape=shape,
+            tiles=tiles,
+            tokens=costs.walked[shape, below, span, top] / tiles,
+            rows=np.minimum(rows, queries[shape]),
+            memory=costs.memory[below, span, top],
+            has_partials=bool(len(top) > 1 and rows.sum() > levels.rows[0]),
+        )
+
+    def launch(self) -> np.ndarray:
+        """Masked and plain items of a shape run as launches of their own: a mask costs registers."""
+        return self.shape * 2 + ((self.span > 0) | (self.below > 0))
+
+    def time(self, problem: Problem, shapes: list[Shape]) -> float:
+        """Modelled time of the whole call."""
+        total, partials = 0.0, float(self.has_partials)
+        launch = self.launch()
+        for which in np.unique(launch):
+            mine = launch == which
+            shape = shapes[which // 2].masked_if(bool(which % 2))
+            _, time, splits = best_limit(
+                problem, shape, self.tokens[mine], self.rows[mine], self.tiles[mine], float(self.memory[mine].sum())
+            )
+            total += time + problem.profile.launch_us
+            partials += splits
+        if partials:
+            written = float((self.rows * self.tiles).sum()) if self.has_partials else 0.0
+            moved = 8.0 * problem.num_q_heads * problem.v_head_dim * written
+            total += problem.profile.launch_us + moved / problem.profile.partial_bytes_per_us
+        return total
 
 
-def _solve(problem: Problem, levels: _Levels, shapes: list[_Shape]) -> _Choice:
-    profile, num_nodes = problem.profile, levels.num_nodes
-    depth = len(levels.begin) - 1
-    spans = min(depth, MAX_SPAN)
-    low, high = _descendants(levels, spans)
-    cost, kind = _segment_times(problem, levels, shapes, low, high)
-    partial = levels.rows * (8.0 * problem.num_q_heads * problem.v_head_dim / profile.partial_bytes_per_us)
+def _candidates(levels: Levels, costs: _Costs, shapes: list[Shape]):
+    """Segmentations worth pricing as a whole: the optimum, the same with fewer launches, and one segment for all."""
+    every = list(range(len(shapes)))
+    best = _solve(levels, costs, shapes, every)
+    yield best
+    used = np.unique(best.shape).tolist()
+    if len(used) > 1:
+        for index in used:
+            yield _solve(levels, costs, shapes, [index])
+    if levels.depth <= levels.spans + 1:
+        for index in every:
+            zero = np.zeros(1, np.int32)
+            yield _Segments.of(levels, costs, shapes, zero, zero + 1, zero + levels.depth - 1, zero + index)
 
-    # after[i] = sum of f over nodes i, i + 1, ...: the sum over any stretch of a level is a difference.
-    after = np.zeros(num_nodes + 1)
-    f, span = np.empty(num_nodes), np.empty(num_nodes, np.int32)
-    for level in reversed(range(depth)):
-        here = slice(levels.begin[level], levels.begin[level + 1])
-        reach = min(spans, depth - level)
-        below = after[low[1 : reach + 1, here]] - after[high[1 : reach + 1, here]]
-        total = cost[:reach, here] + below
+
+def _solve(levels: Levels, costs: _Costs, shapes: list[Shape], allowed: list[int]) -> _Segments:
+    """The dynamic programme over the given shapes."""
+    num_nodes, low, high = levels.num_nodes, levels.low, levels.high
+    if len(allowed) == 1:
+        time, shape = costs.time[allowed[0]], None
+    else:
+        shape = costs.time[allowed].argmin(axis=0)
+        time = costs.time[allowed].min(axis=0)
+    # Sums over nodes i, i + 1, ... of the levels done so far: a stretch of a level is a difference of two.
+    f_after, h_after = np.zeros(num_nodes + 1, np.float32), np.zeros(num_nodes + 1, np.float32)
+    f_span, h_span = np.zeros(num_nodes, np.int32), np.zeros(num_nodes, np.int32)
+    for level in reversed(range(levels.depth)):
+        first, last = levels.begin[level], levels.begin[level + 1]
+        here = slice(first, last)
+        reach = min(levels.spans, levels.depth - level)
+        beneath = h_after[low[1:reach, here]] - h_after[high[1:reach, here]]
+        partial = costs.partial[here]
+        options = np.empty((reach, last - first), np.float32)
+        options[0] = f_after[low[1, here]] - f_after[high[1, here]]
+        options[1:] = time[1, 1:reach, here] + beneath
         if level:
-            total += partial[here]
+            options[1:] += partial
+        else:  # joined trees that leave nothing below them write final results
+            options[1:] += np.where(low[2 : reach + 1, here] < high[2 : reach + 1, here], partial, 0)
+        h_span[here] = choice = options.argmin(axis=0)
+        h = options[choice, np.arange(last - first)]
+        h_after[here] = h[::-1].cumsum()[::-1] + h_after[last]
+        if level == 0:
+            break
+        options[0] = time[0, 0, here] + h
+        options[1:] = time[0, 1:reach, here] + beneath
+        if level > 1:
+            options += partial
         else:  # a root's segment that leaves nothing below it writes final results
-            total += np.where(low[1 : reach + 1, here] < high[1 : reach + 1, here], partial[here], 0.0)
-        best = total.argmin(axis=0)
-        span[here] = best
-        f[here] = total[best, np.arange(total.shape[1])]
-        # A suffix sum; the level below continues it.
-        after[here] = np.cumsum(f[here][::-1])[::-1] + after[levels.begin[level + 1]]
-    is_top = _tops(levels, span, low, high)
-    return _Choice(float(f[: levels.begin[1]].sum()), is_top, span, kind[span, np.arange(num_nodes)], shapes)
+            options += np.where(low[1 : reach + 1, here] < high[1 : reach + 1, here], partial, 0)
+        f_span[here] = choice = options.argmin(axis=0)
+        f = options[choice, np.arange(last - first)]
+        f_after[here] = f[::-1].cumsum()[::-1] + f_after[last]
+    top, below, span = _trace(levels, f_span, h_span)
+    chosen = np.full(len(top), allowed[0]) if shape is None else np.array(allowed)[shape[below, span, top]]
+    return _Segments.of(levels, costs, shapes, top, below, span, chosen)
 
 
-def _descendants(levels: _Levels, spans: int) -> tuple[np.ndarray, np.ndarray]:
-    """[spans + 1, N]: descendants of node i exactly k levels down are ``low[k, i] .. high[k, i] - 1``."""
-    low = np.empty((spans + 1, levels.num_nodes), np.int32)
-    high = np.empty_like(low)
-    low[0] = np.arange(levels.num_nodes, dtype=np.int32)
-    high[0] = low[0] + 1
-    for k in range(spans):
-        levels.child_begin.take(low[k], out=low[k + 1])
-        levels.child_begin.take(high[k], out=high[k + 1])
-    return low, high
+def _trace(levels: Levels, f_span: np.ndarray, h_span: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Follow the choices from the virtual root: (top, below, span) of every segment."""
+    start = np.zeros((2, levels.num_nodes + 1), np.int32)  # differences of: begins f here, begins h here
+    start[1, 0], start[1, 1] = 1, -1
+    running = np.zeros(2, np.int32)
+    found = []
+    for level in range(levels.depth):
+        first, last = levels.begin[level], levels.begin[level + 1]
+        flags = start[:, first:last].cumsum(axis=1) + running[:, None]
+        running = flags[:, -1].copy()
+        f_node = np.flatnonzero(flags[0]) + first
+        h_flag = flags[1]
+        if len(f_node):
+            span = f_span[f_node]
+            found.append((f_node, np.zeros_like(f_node), span))
+            h_flag[f_node[span == 0] - first] += 1
+            _mark(start[1], levels, f_node[span > 0], span[span > 0])
+        h_node = np.flatnonzero(h_flag) + first
+        if len(h_node):
+            span = h_span[h_node]
+            apart, joined = h_node[span == 0], h_node[span > 0]
+            _mark(start[0], levels, apart, np.ones_like(apart))
+            if len(joined):
+                found.append((joined, np.ones_like(joined), span[span > 0]))
+                _mark(start[1], levels, joined, span[span > 0])
+    return tuple(np.concatenate(part) for part in zip(*found))  # type: ignore[return-value]
 
 
-def _segment_times(problem: Problem, levels: _Levels, shapes: list[_Shape], low, high) -> tuple[np.ndarray, np.ndarray]:
-    """[spans, N] time of the segment from node i down k levels, in its best shape, and which shape that is."""
-    spans = len(low) - 1
-    unit = shapes[0].tile.unit
-    tokens = (ceil_div(levels.tokens, unit) * unit).astype(np.float64)
-    in_level = np.concatenate(([0.0], np.cumsum(tokens)))
-    weighted = np.concatenate(([0.0], np.cumsum(tokens * (levels.rows - 1))))
-    # Tokens of the segment, and of the segment weighted by the rows that see them.
-    total = np.cumsum(in_level[high[:spans]] - in_level[low[:spans]], axis=0)
-    extra = np.cumsum(weighted[high[:spans]] - weighted[low[:spans]], axis=0)
-    width = (problem.head_dim + problem.v_head_dim) * problem.itemsize * problem.num_kv_heads
-    memory = total * (width / problem.profile.bytes_per_us)
-    best = np.full(total.shape, np.inf)
-    kind = np.zeros(total.shape, np.int32)
-    for index, shape in enumerate(shapes):
-        programs = problem.num_kv_heads * max(1, -(-problem.group // shape.tile.rows)) / problem.profile.num_sms
-        tiles = ceil_div(levels.rows, shape.queries)
-        # A node seen by s rows meets about 1 + (s - 1) / q tiles of q rows, and never more tiles than there are.
-        walked = np.where(tiles == 1, total, np.minimum(total + extra / shape.queries, total * tiles))
-        per_step = shape.step_us / shape.tile.block_kv
-        fixed = tiles * (shape.item_us + 0.5 * shape.step_us)
-        time = np.maximum((walked * per_step + fixed) * programs, memory)
-        better = time < best
-        np.copyto(best, time, where=better)
-        kind[better] = index
-    return best, kind
+def _mark(change: np.ndarray, levels: Levels, node: np.ndarray, down: np.ndarray) -> None:
+    if len(node):
+        change += np.bincount(levels.low[down, node], minlength=len(change)).astype(np.int32)
+        change -= np.bincount(levels.high[down, node], minlength=len(change)).astype(np.int32)
 
 
-def _tops(levels: _Levels, span: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Roots, and the nodes just below each top's segment."""
-    change = np.zeros(levels.num_nodes + 1, np.int32)
-    is_top = np.zeros(levels.num_nodes, bool)
-    change[0] += 1
-    change[levels.begin[1]] -= 1
-    running = 0
-    for level in range(len(levels.begin) - 1):
-        here = slice(levels.begin[level], levels.begin[level + 1])
-        flag = np.cumsum(change[here]) + running
-        running = int(flag[-1])
-        is_top[here] = flag > 0
-        tops = np.flatnonzero(is_top[here]) + levels.begin[level]
-        np.add.at(change, low[span[tops] + 1, tops], 1)
-        np.add.at(change, high[span[tops] + 1, tops], -1)
-    return is_top
-
-
-def _emit(problem: Problem, levels: _Levels, choice: _Choice) -> Tiling:
-    """One block a row tile of each top's segment."""
-    layout = problem.layout
-    top = np.flatnonzero(choice.is_top)
-    shapes = choice.shapes
-    kind = choice.kind[top]
-    step = np.array([s.queries for s in shapes], np.int32)[kind]
-    node = levels.node[top]
-    owner, nth = ragged_ranges(np.zeros(len(top), np.int32), ceil_div(levels.rows[top], step))
-    row0 = layout.row_begin[node][owner] + nth * step[owner]
-    row1 = np.minimum(row0 + step[owner], layout.row_end[node][owner])
-    first_level = layout.depth[node][owner]
-    last_level = first_level + choice.span[top][owner]
-    tile, run_node = _nodes_of_tiles(problem, row0, row1, first_level, last_level)
-    run_indptr = exclusive_cumsum(np.bincount(tile, minlength=len(row0)))
-    length = problem.tree.kv_len[run_node]
-    tokens = np.bincount(tile, weights=length, minlength=len(row0)).astype(np.int64)
-    limits = split_lengths(
-        problem,
-        tokens,
-        row1 - row0,
-        kind[owner],
-        [(s.tile, s.item_us, s.step_us, s.latency_us) for s in shapes],
-    )
+def _emit(problem: Problem, levels: Levels, segments: _Segments, shapes: list[Shape]) -> Tiling:
+    """One block a row tile of each segment."""
+    step = np.array([s.queries for s in shapes], np.int32)[segments.shape]
+    owner, nth = ragged_ranges(np.zeros_like(segments.tiles), segments.tiles)
+    row0 = levels.row_begin[segments.top][owner] + nth * step[owner]
+    row1 = np.minimum(row0 + step[owner], levels.row_end[segments.top][owner])
+    first_level = levels.level[segments.top] + segments.below
+    last_level = levels.level[segments.top] + segments.span
+    tile, node = nodes_of_tiles(problem, row0, row1, (first_level - 1)[owner], (last_level - 1)[owner])
+    length = problem.tree.kv_len[node]
+    tokens = np.bincount(tile, weights=length, minlength=len(row0))
+    launch = segments.launch()[owner]
+    limit = np.zeros(len(row0), np.int32)
+    for which in np.unique(launch):
+        mine = launch == which
+        shape = shapes[which // 2].masked_if(bool(which % 2))
+        memory = float(segments.memory[segments.launch() == which].sum())
+        limit[mine], _, _ = best_limit(problem, shape, tokens[mine], (row1 - row0)[mine], np.ones(mine.sum()), memory)
     tiling = make_tiling(
         problem,
         row_begin=row0,
         row_end=row1,
-        run_indptr=run_indptr,
-        node=run_node,
-        begin=np.zeros(len(run_node), np.int32),
+        run_indptr=exclusive_cumsum(np.bincount(tile, minlength=len(row0))),
+        node=node,
+        begin=np.zeros(len(node), np.int32),
         end=length,
-        kind=kind[owner],
-        tiles=tuple(s.tile for s in shapes),
+        kind=launch,
+        tiles=tuple(shape.tile for shape in shapes for _ in range(2)),
     )
-    tiling.max_tokens[:] = limits
+    tiling.max_tokens[:] = limit
     return tiling
-
-
-def _nodes_of_tiles(problem: Problem, row0, row1, first_level, last_level) -> tuple[np.ndarray, np.ndarray]:
-    """(tile, node) pairs, sorted by tile: nodes between the two levels that any row of the tile sees."""
-    layout, parent = problem.layout, problem.tree.parent
-    order = layout.order
-    begin = layout.row_begin[order]  # ascending: depth-first order
-    # Nodes that begin inside the tile stand together in depth-first order ...
-    tile, rank = ragged_ranges(np.searchsorted(begin, row0, "left"), np.searchsorted(begin, row1, "left"))
-    node = order[rank]
-    depth = layout.depth[node]
-    inside = (depth >= first_level[tile]) & (depth <= last_level[tile])
-    parts = [(tile[inside], node[inside])]
-    # ... and those that began before it are ancestors of its first row.
-    tile = np.flatnonzero(row0 > 0).astype(np.int32)
-    node = problem.tree.query_nodes()[layout.row_query[row0[tile]]]
-    while len(tile):
-        depth = layout.depth[node]
-        wanted = (depth <= last_level[tile]) & (layout.row_begin[node] < row0[tile]) & (depth >= first_level[tile])
-        if wanted.any():
-            parts.append((tile[wanted], node[wanted]))
-        node = parent[node]
-        alive = (depth > first_level[tile]) & (node >= 0)
-        tile, node = tile[alive], node[alive]
-    if len(parts) == 1:
-        return parts[0]
-    tile = np.concatenate([p[0] for p in parts])
-    node = np.concatenate([p[1] for p in parts])
-    by_tile = np.argsort(tile, kind="stable")
-    return tile[by_tile], node[by_tile]
-
-
-def _empty(problem: Problem) -> Tiling:
-    none = np.zeros(0, np.int32)
-    return make_tiling(problem, none, none, np.zeros(1, np.int32), none, none, none)
