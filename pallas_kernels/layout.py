@@ -17,6 +17,8 @@ absolute positions ``position ..``, and every row of the item sees them. A *mask
 partials, at ``partial .. partial + num_rows - 1``, or, where a row has no other item, the final output
 (``partial == -1``).
 
+**Padding**: rows of ``q`` beyond the number of queries get 0 and ``-inf``; the programs of the first launch see to it.
+
 **Reduce**: ``reduce[i] .. reduce[i + 1]`` are the places in the buffer that list the partials of query ``i``; the
 kernel merges them in that order, so results repeat bit for bit.
 """

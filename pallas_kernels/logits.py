@@ -25,7 +25,9 @@ def base2_logits(
         cap = options.logits_soft_cap
         logits = jnp.tanh(dot * (options.scale / cap)) * (cap * LOG2E)
     if options.alibi:
-        assert slope is not None and query_position is not None and token_position is not None
+        assert slope is not None
+        assert query_position is not None
+        assert token_position is not None
         distance = (token_position - query_position).astype(jnp.float32)
         logits = logits + slope * LOG2E * distance
     return logits

@@ -83,6 +83,8 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, shape, options, exp2)
     )
     # Program ids are read here because the interpreter does not know them inside a loop or a branch.
     program, head_program = pl.program_id(0), pl.program_id(1)
+    if index == 0:
+        _pad(buffer_ref, outputs, program, head_program, launch=launch, shape=shape)
     if launch.grid == launch.capacity:
         run(program, head_program)  # padding records are all zero: no rows, no entries, nothing stored
         return
@@ -93,6 +95,30 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, shape, options, exp2)
         return carry
 
     lax.fori_loop(0, (num_items - program + launch.grid - 1) // launch.grid, loop, 0)
+
+
+def _pad(buffer_ref, outputs, program, head_program, *, launch, shape):
+    """0 and -inf for the rows of ``q`` that are no query: usually none, else a share for each program."""
+    tile = launch.tile
+    heads = tile.heads_per_tile(shape.group)
+    head_tiles = pl.cdiv(shape.group, heads)
+    n, head = _divmod(jnp.arange(tile.rows), heads)
+    head += lax.rem(head_program, head_tiles) * heads
+    queries = tile.queries_per_tile(shape.group)
+    first, end = buffer_ref[lo.NUM_QUERIES], outputs.out.shape[0]
+    shares = lax.div(jnp.maximum(end - first, 0) + queries - 1, queries)
+
+    def share(i, carry):
+        query = first + (program + i * launch.grid) * queries + n
+        mask = (n < queries) & (query < end) & (head < shape.group)
+        place = jnp.where(mask, query, end)
+        zeros = jnp.zeros((tile.rows, pl.next_power_of_2(shape.v_head_dim)), jnp.float32)
+        nothing = jnp.full((tile.rows,), -jnp.inf, jnp.float32)
+        heads_of_rows = head + lax.div(head_program, head_tiles) * shape.group
+        _store(outputs.out, outputs.lse, place, heads_of_rows, mask, zeros, nothing)
+        return carry
+
+    lax.fori_loop(0, lax.div(jnp.maximum(shares - program, 0) + launch.grid - 1, launch.grid), share, 0)
 
 
 def _run_item(
@@ -182,7 +208,7 @@ def _run_item(
     # the mask is off) drops them instead of racing with a live row.
     @pl.when(partial < 0)
     def _():
-        # Loaded again rather than kept: sixteen more registers a thread, live across the loop, make the wide tile spill.
+        # Loaded again rather than kept: sixteen more live registers a thread make the wide tile spill.
         query, queried = load_query()
         place = jnp.where(queried, query, outputs.out.shape[0])
         _store(outputs.out, outputs.lse, place, head, queried, out, lse2 / LOG2E)
@@ -223,7 +249,7 @@ def _load_rows(ref, index, mask):
 
 
 def _exp2(x):
-    """2 ** x by the GPU's own instruction. libdevice's adds a rescaling for denormals, which cost 5 to 30% of a kernel."""
+    """2 ** x by the GPU's own instruction; libdevice's rescales denormals, which costs 5 to 30% of a kernel."""
     (y,) = plgpu.elementwise_inline_asm(
         "ex2.approx.ftz.f32 $0, $1;",
         args=[x],

@@ -1,8 +1,8 @@
 """Tree reduction as a Pallas kernel (Triton backend): one program merges the partials of one query and some heads.
 
-The partials come in a fixed order, a block at a time, and are merged in float32 registers, so the result repeats bit for
-bit, unlike the atomics of DeFT's reduction. A block of partials is loaded at once, because a long context split over many
-items is otherwise a chain of dependent loads. :mod:`pallas_kernels.reduce_xla` is the version this must equal.
+The partials come in a fixed order, a block at a time, and are merged in float32 registers, so the result repeats bit
+for bit, unlike the atomics of DeFT's reduction. A block of partials is loaded at once, because a long context split
+over many items is otherwise a chain of dependent loads. :mod:`pallas_kernels.reduce_xla` is what it must equal.
 """
 
 from __future__ import annotations

@@ -1,21 +1,26 @@
 """Rounding of array lengths, so that a growing tree compiles a handful of programs.
 
-What is rounded is only *capacity*; the real counts are data in the buffer. Rounding up costs memory, and empty
-programs where it widens a grid: so a large launch rounds its grid *down* instead and lets programs take a second item.
+Only *capacity* is rounded; the real counts are data in the buffer. All lengths of a plan follow one level: if each had
+powers of two of its own, they would change one after the other and a growing tree would meet dozens of combinations.
+Rounding up costs memory and empty programs, which leave at once; a very large launch rounds its grid down instead and
+lets its programs take several items in turn.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-# Programs (items x KV heads) that a launch may have before it stops rounding its grid up. An empty program costs
-# below a nanosecond of GPU time, so 4,096 of them cost a microsecond or two.
-MAX_PADDED_PROGRAMS = 4096
+# Capacities at level 0; each level has GROWTH times as much of everything.
+GROWTH = 4
+SMALLEST = {"queries": 16, "items": 8, "partials": 64, "buffer": 1024}
+# Programs (items x KV heads) that a launch may have before it stops rounding its grid up. An empty program costs well
+# below a nanosecond of GPU time.
+MAX_PADDED_PROGRAMS = 16384
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Explicit capacities; ``None`` rounds that length by the default rule.
+    """Explicit capacities; ``None`` follows the plan's level.
 
     Take ``plan.buckets`` of an earlier plan, or set generous values, to pin the compiled program.
 
@@ -24,6 +29,9 @@ class Buckets:
         items: items a launch may have at most.
         partials: rows of the partial buffer.
         buffer: int32 elements of the packed buffer.
+
+    Raises:
+        ValueError: a capacity that is not a positive integer.
     """
 
     queries: int | None = None
@@ -32,24 +40,35 @@ class Buckets:
     buffer: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("queries", "items", "partials", "buffer"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise ValueError(f"buckets.{name} is {value!r}: a capacity is a non-negative integer, or None")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"buckets.{field.name} is {value!r}: a capacity is a positive integer, or None")
 
-    def capacity(self, name: str, needed: int, smallest: int, growth: int = 2) -> int:
-        """The bucket for ``needed`` elements of the length called ``name``."""
-        explicit = getattr(self, name)
-        if explicit is not None:
-            if explicit < needed:
-                raise ValueError(f"buckets.{name} is {explicit}: this plan needs {needed}")
-            return explicit
-        size = smallest
-        while size < needed:
-            size *= growth
-        return size
+    def at_level(self, level: int) -> Buckets:
+        """All four capacities."""
+        rounded = {name: smallest * GROWTH**level for name, smallest in SMALLEST.items()}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return Buckets(**(rounded | given))
+
+    def lacks(self, capacities: Buckets, **needed: int) -> bool:
+        """Whether a higher level is needed.
+
+        Raises:
+            ValueError: an explicit capacity is too small, which no level can help.
+        """
+        lacking = False
+        for name, need in needed.items():
+            have = getattr(capacities, name)
+            if have < need:
+                if getattr(self, name) is not None:
+                    raise ValueError(f"buckets.{name} is {have}: this plan needs {need}")
+                lacking = True
+        return lacking
 
 
 def grid_for(capacity: int, heads: int) -> int:
     """Programs along the item axis of a launch with room for ``capacity`` items."""
-    return capacity if capacity * heads <= MAX_PADDED_PROGRAMS or capacity < 2 else capacity // 2
+    if capacity * heads <= MAX_PADDED_PROGRAMS or capacity < GROWTH:
+        return capacity
+    return capacity // GROWTH

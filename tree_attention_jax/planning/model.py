@@ -4,28 +4,32 @@ measured time. It prices the same things as ``auto``, but for the items that rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pallas_kernels import layout as lo
+from tree_attention_jax.planning.cost import Shape, launch_time, shapes_for
 from tree_attention_jax.planning.plan import TreePlan
-from tree_attention_jax.planning.profile import GpuProfile, TileCost
 
 
 @dataclass(frozen=True)
 class LaunchTime:
-    """One launch of a plan; microseconds."""
+    """One launch of a plan; microseconds.
+
+    Attributes:
+        name: tile class, or "reduce".
+        items: its items.
+        work_us: matrix work over all SMs, alone.
+        memory_us: K/V bytes (or partials) at the rate of device memory, alone.
+        us: the launch.
+    """
 
     name: str
     items: int
     work_us: float
     memory_us: float
-    tail_us: float
-
-    @property
-    def us(self) -> float:
-        return max(self.work_us, self.memory_us) + self.tail_us
+    us: float
 
 
 def modelled_time(plan: TreePlan) -> float:
@@ -43,32 +47,39 @@ def launch_times(plan: TreePlan) -> list[LaunchTime]:
         raise ValueError("this plan has passed through jax.jit, which keeps only its buffer: model the plan you made")
     problem, buffer, shape = plan.host.problem, plan.host.buffer, plan.shape
     profile = problem.profile
+    shapes = shapes_for(problem)
     times = []
     for index, launch in enumerate(shape.launches):
         count = int(buffer[index])
         records = buffer[launch.items_at : launch.items_at + count * lo.ITEM_SIZE].reshape(-1, lo.ITEM_SIZE)
         tokens = (records[:, lo.PLAIN_COUNT] + records[:, lo.MASKED_COUNT]).astype(np.int64) * launch.tile.unit
-        cost = cost_of(profile, launch.tile)
+        cost = _nearest(shapes, launch.tile)
         steps = -(-tokens // launch.tile.block_kv)
-        heads = shape.num_kv_heads * -(-shape.group // launch.tile.heads_per_tile(shape.group))
-        work = float((cost.item_us + steps * cost.step_us).sum()) * heads / profile.num_sms
+        masked = float((records[:, lo.MASKED_COUNT] * launch.tile.unit).sum() / max(tokens.sum(), 1))
+        step_us = cost.step_us + masked * (cost.masked_step_us - cost.step_us)
+        cost = replace(cost, step_us=step_us)
         width = (shape.head_dim + shape.v_head_dim) * problem.itemsize * shape.num_kv_heads
         memory = _unique_tokens(buffer, records, launch.tile.unit) * width / profile.bytes_per_us
-        tail = profile.launch_us + float(steps.max(initial=0)) * cost.latency_us * 0.5
-        times.append(LaunchTime(launch.tile.name(), count, work, memory, tail))
+        work = (float(steps.sum()) * step_us + count * cost.item_us) * cost.programs
+        us = launch_time(profile, cost, float(steps.sum()), count, float(steps.max(initial=0)), memory, masked=False)
+        times.append(LaunchTime(launch.tile.name(), count, work, memory, us))
     if shape.partial_rows:
         moved = 8.0 * plan.host.num_partials * shape.num_q_heads * shape.v_head_dim
-        times.append(
-            LaunchTime("reduce", plan.host.num_queries, 0.0, moved / profile.partial_bytes_per_us, profile.launch_us)
-        )
+        memory = moved / profile.partial_bytes_per_us
+        times.append(LaunchTime("reduce", plan.host.num_queries, 0.0, memory, memory + profile.launch_us))
     return times
 
 
-def cost_of(profile: GpuProfile, tile: lo.TileClass) -> TileCost:
-    """The profile's tile nearest to this one."""
+def _nearest(shapes: list[Shape], tile: lo.TileClass) -> Shape:
+    """The profile's shape nearest to a tile."""
     return min(
-        profile.tiles,
-        key=lambda c: (abs(c.rows - tile.rows), abs(c.block_kv - tile.block_kv), abs(c.warps - tile.warps)),
+        shapes,
+        key=lambda s: (
+            abs(s.tile.rows - tile.rows),
+            abs(s.tile.block_kv - tile.block_kv),
+            abs(s.tile.warps - tile.warps),
+            abs(s.tile.stages - tile.stages),
+        ),
     )
 
 

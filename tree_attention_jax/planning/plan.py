@@ -12,6 +12,7 @@ import numpy as np
 from pallas_kernels import layout as lo
 from tree_attention_jax.planning import packing
 from tree_attention_jax.planning.buckets import Buckets
+from tree_attention_jax.planning.growth import grow
 from tree_attention_jax.planning.lowering import lower
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.profile import profile_for
@@ -84,7 +85,7 @@ class TreePlan:
         return Buckets(
             queries=shape.row_capacity,
             items=max((launch.capacity for launch in shape.launches), default=None),
-            partials=shape.partial_rows,
+            partials=shape.partial_rows or None,
             buffer=shape.buffer_size,
         )
 
@@ -100,7 +101,7 @@ class TreePlan:
             raise ValueError(
                 "advance: this plan has horizon 0, so no pages are reserved for new tokens; plan with horizon="
             )
-        return TreePlan(_advance(self.buffer, self.shape), self.shape, self.horizon, self.sliding_window, None)
+        return TreePlan(grow(self.buffer, self.shape), self.shape, self.horizon, self.sliding_window, None)
 
     def check(self, tree: TokenTree) -> None:
         """Prove that the items cover every visible (query, token) pair of ``tree`` exactly once, and nothing else.
@@ -112,37 +113,17 @@ class TreePlan:
 
         check_cover(np.asarray(self.buffer), self.shape, tree, self.sliding_window)
 
+    def explain(self) -> Any:
+        """A ``rich`` table: items by tile class, padding, bytes and modelled time against the floor."""
+        from tree_attention_jax.planning.explain import explain
 
-def _advance(buffer: jax.Array, shape: lo.WorkShape) -> jax.Array:
-    """One more token in each growing leaf: its entry's count, its item's length, its position and its slot."""
-    index = jnp.arange(shape.row_capacity)
-    grows = index < buffer[lo.NUM_GROWING]
-    nowhere = shape.buffer_size
-    steps = buffer[lo.STEPS_TAKEN]
-    record_at = buffer[lo.GROWING_BEGIN] + index * packing.GROW_SIZE
+        return explain(self)
 
-    def column(name: int) -> jax.Array:
-        return buffer[jnp.where(grows, record_at + name, 0)]
+    def draw(self, path: Any = None, **options: Any) -> Any:
+        """A ``matplotlib`` figure of queries x tokens with the items on it (:func:`.picture.draw`), saved if asked."""
+        from tree_attention_jax.planning.picture import draw
 
-    unit = jnp.maximum(column(packing.GROW_UNIT), 1)
-    start = column(packing.GROW_START)
-    nth = (start + steps) // unit - start // unit
-    entry = buffer[jnp.where(grows, column(packing.GROW_ENTRIES) + nth, 0)]
-    entry = jnp.where(grows, entry, nowhere)
-    word = buffer[entry + lo.WORD]
-    slot = (word >> lo.COUNT_BITS) + (word & lo.COUNT_MASK)
-    entry_size = jnp.maximum(column(packing.GROW_ENTRY_SIZE), 1)
-    length = (entry - column(packing.GROW_ITEM_BEGIN)) // entry_size + 1
-    query = column(packing.GROW_QUERY)
-
-    def at(place: jax.Array) -> jax.Array:
-        return jnp.where(grows, place, nowhere)
-
-    buffer = buffer.at[at(entry + lo.WORD)].add(1, mode="drop", unique_indices=True)
-    buffer = buffer.at[at(column(packing.GROW_COUNT_AT))].max(length, mode="drop")
-    buffer = buffer.at[at(shape.positions_at + query)].add(1, mode="drop", unique_indices=True)
-    buffer = buffer.at[at(shape.slots_at + query)].set(slot, mode="drop", unique_indices=True)
-    return buffer.at[lo.STEPS_TAKEN].add(1)
+        return draw(self, path, **options)
 
 
 def plan_tree(

@@ -13,8 +13,9 @@ from pallas_kernels.layout import TileClass
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.profile import TileCost
 
-# Shared memory that the K and V stages of one program may take: below what a block may have on any supported GPU, and
-# leaving room for two programs an SM where the head dim allows.
+# Bytes of one token's K and V that the profile's tiles were measured with.
+PROFILE_TOKEN_BYTES = 512
+# Shared memory that the K and V stages of one program may take anyhow: two programs fit on an SM.
 MAX_STAGE_BYTES = 100_000
 # Bytes of float32 accumulator a thread can hold before it spills.
 MAX_ACCUMULATOR_BYTES = 512
@@ -34,10 +35,11 @@ def fitted(problem: Problem, cost: TileCost, unit: int) -> TileClass:
             warps *= 2
         else:
             rows //= 2
-    step_bytes = (key_width + value_width) * problem.itemsize
-    while stages > 2 and block_kv * step_bytes * stages > MAX_STAGE_BYTES:
+    token_bytes = (key_width + value_width) * problem.itemsize
+    limit = max(MAX_STAGE_BYTES, block_kv * PROFILE_TOKEN_BYTES * stages)
+    while stages > 2 and block_kv * token_bytes * stages > limit:
         stages -= 1
-    while block_kv > 16 and block_kv * step_bytes * stages > MAX_STAGE_BYTES:
+    while block_kv > 16 and block_kv * token_bytes * stages > limit:
         block_kv //= 2
     return tile_class(rows, block_kv, warps, stages, unit)
 
@@ -49,22 +51,30 @@ def _padded(width: int) -> int:
 def entry_unit(problem: Problem) -> int:
     """Tokens an entry holds at most: as many as the page size allows, unless that pads many short runs.
 
-    64 one-token draft nodes side by side in a page would take 64 entries of 16, one token in each.
+    64 one-token draft nodes side by side in a page would take 64 entries of 16, one token in each. One of two values,
+    because each compiles programs of its own.
     """
     tree = problem.tree
     lengths, unit = tree.kv_len, problem.unit
     start = tree.first_slot % unit
     total = int(lengths.sum())
-    while unit > 1 and int((-(-(start + lengths) // unit) * unit)[lengths > 0].sum()) > 1.5 * total:
-        unit //= 4 if unit >= 4 else 2
-        start = tree.first_slot % unit
-    return unit
+    padded = int((-(-(start + lengths) // unit) * unit)[lengths > 0].sum())
+    return unit if padded <= 2 * total else 1
 
 
 def standard_tiles(problem: Problem) -> tuple[TileClass, ...]:
-    """The profile's tiles for this problem, narrow to wide."""
+    """Three of the profile's tiles for strategies that go by rule: narrow for short and long runs, and wide.
+
+    Few, because each combination that a growing tree meets compiles a program.
+    """
     unit = entry_unit(problem)
-    return tuple(fitted(problem, cost, unit) for cost in problem.profile.tiles)
+    costs = problem.profile.tiles
+    layout = problem.layout
+    most = int((layout.row_end - layout.row_begin).max(initial=1)) * problem.group
+    narrow = [cost for cost in costs if cost.rows == costs[0].rows][:2]
+    wide = [cost for cost in costs if cost.rows > costs[0].rows]
+    wide = [cost for cost in wide if cost.rows <= max(most, wide[0].rows)][-1:]
+    return tuple(dict.fromkeys(fitted(problem, cost, unit) for cost in [*narrow, *wide]))
 
 
 def choose(rows: np.ndarray, tokens: np.ndarray, tiles: tuple[TileClass, ...], group: int) -> np.ndarray:
@@ -75,10 +85,9 @@ def choose(rows: np.ndarray, tokens: np.ndarray, tiles: tuple[TileClass, ...], g
     kind = np.full(len(rows), len(tiles) - 1, np.int32)
     for index in reversed(range(len(tiles))):
         fits = rows * min(group, tiles[index].rows) <= tiles[index].rows
-        kind[fits & (tokens <= 4 * tiles[index].block_kv)] = index
-        wider = [t for t in tiles[index + 1 :] if t.rows == tiles[index].rows]
-        if not wider:
-            kind[fits] = index
+        if index + 1 < len(tiles) and tiles[index + 1].rows == tiles[index].rows:
+            fits &= tokens <= 4 * tiles[index].block_kv
+        kind[fits] = index
     return kind
 
 

@@ -14,8 +14,8 @@ from tree_attention_jax.planning.problem import Problem
 class Levels:
     """The nodes that have rows, under a virtual root, level by level and depth-first within a level.
 
-    In that order the descendants of a node some levels down are neighbours: ``low[k, i] .. high[k, i] - 1`` are those of
-    node i exactly k levels down.
+    In that order the descendants of a node some levels down are neighbours: ``low[k, i] .. high[k, i] - 1`` are those
+    of node i exactly k levels down.
     """
 
     rows: np.ndarray  # queries that see the node

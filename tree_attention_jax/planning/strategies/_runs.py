@@ -6,6 +6,8 @@ import numpy as np
 
 from tree_attention_jax._arrays import ragged_ranges
 from tree_attention_jax._layout import Layout
+from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.tiles import entry_unit
 
 
 def laid_end_to_end(lengths: np.ndarray) -> np.ndarray:
@@ -33,6 +35,25 @@ def cut_runs(
     part_begin = np.maximum(begin[piece] - offset[run], 0)
     part_end = np.minimum(end[piece], offset[run + 1]) - offset[run]
     return piece, run, part_begin.astype(np.int32), part_end.astype(np.int32)
+
+
+def at_entry_borders(problem: Problem, offset: np.ndarray, node: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+    """Move cuts of whole nodes that lie end to end back to where an entry begins, so that none is read in two halves.
+
+    Args:
+        problem: gives the nodes' first slots, and the size of an entry.
+        offset: [R + 1] from :func:`laid_end_to_end`.
+        node: [R] the node that each run is.
+        cuts: positions on the common axis, up to and including its end.
+    """
+    unit = entry_unit(problem)
+    run = np.searchsorted(offset, cuts, "right") - 1
+    inside = run < len(node)  # the end of the axis belongs to no run
+    token = (cuts - offset[run])[inside]
+    slot = problem.tree.first_slot[node[run[inside]]] + token
+    moved = cuts.copy()
+    moved[inside] -= np.minimum(slot % unit, token)
+    return moved
 
 
 def first_row_to_see(layout: Layout, node: np.ndarray, begin: np.ndarray) -> np.ndarray:

@@ -20,8 +20,9 @@ without v's own tokens::
                 min over k >= 1 of  time(v's rows, levels 1..k) + partials + sum of h over the descendants k down )
 
 bottom-up, a level at a time, all nodes of a level at once. A virtual node above the roots lets trees be joined too. The
-time of a segment is the larger of its matrix work (measured for each tile shape) and its bytes; the tail over the SMs,
-launches and the reduction are priced for whole candidates (:mod:`._tail`), of which the cheapest wins.
+time of a segment comes from its matrix work, measured for each tile shape, and its bytes (:mod:`tree_attention_jax.
+planning.cost`); the tail over the SMs, launches and the reduction are priced for whole candidates, of which the
+cheapest wins.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_ranges
+from tree_attention_jax.planning.cost import OVERLAP, Shape, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._levels import Levels, nodes_of_tiles
-from tree_attention_jax.planning.strategies._shapes import Shape, shapes_for
 from tree_attention_jax.planning.strategies._tail import best_limit
 from tree_attention_jax.planning.tiling import Tiling
 
@@ -82,7 +83,8 @@ class _Costs:
             work = walked[index] * np.float32(shape.masked_token_us)
             work[0, 0] = walked[index, 0, 0] * np.float32(shape.token_us)  # one node alone needs no mask
             work += tiles * np.float32(shape.item_us + 0.5 * shape.step_us)
-            np.maximum(work * np.float32(shape.programs), memory, out=time[index])
+            work *= np.float32(shape.programs)
+            np.add(np.maximum(work, memory), np.float32(OVERLAP) * np.minimum(work, memory), out=time[index])
         partial_bytes = 8.0 * problem.num_q_heads * problem.v_head_dim
         partial = levels.rows * np.float32(partial_bytes / problem.profile.partial_bytes_per_us)
         return _Costs(time, walked, memory, partial)
@@ -129,11 +131,18 @@ class _Segments:
         launch = self.launch()
         for which in np.unique(launch):
             mine = launch == which
-            shape = shapes[which // 2].masked_if(bool(which % 2))
+            memory = float(self.memory[mine].sum())
             _, time, splits = best_limit(
-                problem, shape, self.tokens[mine], self.rows[mine], self.tiles[mine], float(self.memory[mine].sum())
+                problem,
+                shapes[which // 2],
+                self.tokens[mine],
+                self.rows[mine],
+                self.tiles[mine],
+                memory,
+                bool(which % 2),
+                self.has_partials,
             )
-            total += time + problem.profile.launch_us
+            total += time
             partials += splits
         if partials:
             written = float((self.rows * self.tiles).sum()) if self.has_partials else 0.0
@@ -151,7 +160,7 @@ def _candidates(levels: Levels, costs: _Costs, shapes: list[Shape]):
     if len(used) > 1:
         for index in used:
             yield _solve(levels, costs, shapes, [index])
-    if levels.depth <= levels.spans + 1:
+    if levels.depth <= levels.spans:  # a segment can reach from the virtual root to the deepest leaf
         for index in every:
             zero = np.zeros(1, np.int32)
             yield _Segments.of(levels, costs, shapes, zero, zero + 1, zero + levels.depth - 1, zero + index)
@@ -249,9 +258,17 @@ def _emit(problem: Problem, levels: Levels, segments: _Segments, shapes: list[Sh
     limit = np.zeros(len(row0), np.int32)
     for which in np.unique(launch):
         mine = launch == which
-        shape = shapes[which // 2].masked_if(bool(which % 2))
         memory = float(segments.memory[segments.launch() == which].sum())
-        limit[mine], _, _ = best_limit(problem, shape, tokens[mine], (row1 - row0)[mine], np.ones(mine.sum()), memory)
+        limit[mine], _, _ = best_limit(
+            problem,
+            shapes[which // 2],
+            tokens[mine],
+            (row1 - row0)[mine],
+            np.ones(int(mine.sum())),
+            memory,
+            bool(which % 2),
+            segments.has_partials,
+        )
     tiling = make_tiling(
         problem,
         row_begin=row0,

@@ -58,7 +58,7 @@ def cascade(problem: Problem) -> Tiling:
 
 
 def _row_tile(problem: Problem, rows: np.ndarray) -> TileClass:
-    """FlashInfer's choice by the average of matrix rows: up to 16, up to 64, or more. The widest step of that height."""
+    """FlashInfer's choice by the average of matrix rows, up to 16, up to 64, or more; with the widest step."""
     average = float(rows.mean()) * problem.group if len(rows) else 0.0
     wanted = 16 if average <= 16 else 64 if average <= 64 else 128
     tiles = standard_tiles(problem)

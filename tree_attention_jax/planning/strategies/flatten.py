@@ -20,24 +20,25 @@ import numpy as np
 from tree_attention_jax._arrays import exclusive_cumsum
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
-from tree_attention_jax.planning.strategies._runs import cut_runs, first_row_to_see, laid_end_to_end
+from tree_attention_jax.planning.strategies._runs import at_entry_borders, cut_runs, first_row_to_see, laid_end_to_end
 from tree_attention_jax.planning.tiling import Tiling
 
 
 def flatten(problem: Problem, block: int = 128) -> Tiling:
-    """``block``: tokens a block; 128 is DeFT's."""
+    """``block``: tokens a block, give or take an entry, so that none is read in two halves; 128 is DeFT's."""
     if block < 1:
         raise ValueError(f"block is {block}: it must be at least 1")
     tree, layout = problem.tree, problem.layout
     order = layout.order
     order = order[(tree.kv_len[order] > 0) & (layout.row_end[order] > layout.row_begin[order])]
     offset = laid_end_to_end(tree.kv_len[order])
-    cuts = np.arange(0, offset[-1], block)
-    which, run, begin, end = cut_runs(offset, cuts, np.minimum(cuts + block, offset[-1]))
+    cuts = at_entry_borders(problem, offset, order, np.append(np.arange(0, offset[-1], block), offset[-1]))
+    cuts = np.unique(cuts)
+    which, run, begin, end = cut_runs(offset, cuts[:-1], cuts[1:])
     node = order[run]
-    run_indptr = exclusive_cumsum(np.bincount(which, minlength=len(cuts)))
+    run_indptr = exclusive_cumsum(np.bincount(which, minlength=len(cuts) - 1))
     first_run = run_indptr[:-1]
-    if len(cuts):
+    if len(node):
         # Depth first, no row between the first and the last is left out: the nodes of a block are neighbours.
         row_begin = np.minimum.reduceat(first_row_to_see(layout, node, begin), first_run)
         row_end = np.maximum.reduceat(layout.row_end[node], first_run)

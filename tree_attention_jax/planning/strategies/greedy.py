@@ -7,10 +7,10 @@ partial, or pulls its queries out and puts the parent's tokens before its own. T
     mm(nQ, nK) = alpha * padQ * group * nK + beta * padK * nQ * group
 
 with ``padQ`` the queries missing from the last tile and ``padK`` the tokens missing from the first K/V step; a partial
-costs ``gamma`` a query. Items of more queries than the narrow tile holds are *phase 0* and use the wide tile, the others
-are *phase 1*. Up to three rounds then look for parallelism: a phase with too few programs gets the short K/V split; if
-that was not enough, the wide tile gives way to the narrow one (or the narrow to the wide), and the edges are decided
-anew.
+costs ``gamma`` a query. Items of more queries than the narrow tile holds are *phase 0* and use the wide tile, the
+others are *phase 1*. Up to three rounds then look for parallelism: a phase with too few programs gets the short K/V
+split; if that was not enough, the wide tile gives way to the narrow one (or the narrow to the wide), and the edges are
+decided anew.
 
 Weakness: a second read of K/V costs nothing in this model, so a full tile pulls the longest prompt for free. Where the
 group is so large that a narrow tile holds one query, nothing is ever padded: every edge joins and all sharing is lost.
@@ -22,7 +22,7 @@ launches the tiles of round 1 whatever round 3 decided, which leaves partials un
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -123,15 +123,7 @@ def _rounds(
         for phase in (0, 1):
             if 0 < programs[phase] < retile_below[phase]:
                 other = 1 - phase
-                costs = CostModel(
-                    costs.alpha,
-                    costs.beta,
-                    costs.gamma,
-                    costs.group,
-                    (costs.q_tiles[other],) * 2,
-                    (costs.kv_tiles[other],) * 2,
-                    costs.price_reads,
-                )
+                costs = replace(costs, q_tiles=(costs.q_tiles[other],) * 2, kv_tiles=(costs.kv_tiles[other],) * 2)
                 pulling = decide(problem, costs.pulls)
                 break
     return costs, pulling, splits

@@ -16,8 +16,8 @@ stays a level of tiny items with a partial each. The weight of a partial ignores
 launch; and balance counts items only, not what they cost.
 
 PAT wants 54, 27, 13 or 6 items for 4, 8, 16 or 32 KV heads: two programs for each of an A100's 108 SMs. Here the same
-rule follows the GPU's SM count (fewer than 4 heads count as 4, as in PAT). PAT packs pages; a cut here falls on a
-multiple of the page size from the item's first token, which is a page border while the nodes before it end on one.
+rule follows the GPU's SM count (fewer than 4 heads count as 4, as in PAT). PAT packs pages; lengths here are in pages
+too, but nodes need not end on a page border, and a cut falls on the border of an entry.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_ranges
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._pulling import Blocks, blocks_of, decide
-from tree_attention_jax.planning.strategies._runs import cut_runs, first_row_to_see, laid_end_to_end
+from tree_attention_jax.planning.strategies._runs import at_entry_borders, cut_runs, first_row_to_see, laid_end_to_end
 from tree_attention_jax.planning.tiling import Tiling
 
 TILE_ROWS = 64
@@ -105,7 +105,8 @@ def _halve(
 def _emit(problem: Problem, blocks: Blocks, offset: np.ndarray, block, begin, end) -> Tiling:
     layout = problem.layout
     base = offset[blocks.run_indptr[block]]
-    piece, run, run_begin, run_end = cut_runs(offset, base + begin, base + end)
+    begin, end = (at_entry_borders(problem, offset, blocks.node, base + cut) for cut in (begin, end))
+    piece, run, run_begin, run_end = cut_runs(offset, begin, end)
     node = blocks.node[run]
     run_indptr = exclusive_cumsum(np.bincount(piece, minlength=len(block)))
     row_begin, row_end = blocks.row_begin[block], blocks.row_end[block]

@@ -9,12 +9,21 @@ The last three read the prompt by a plan made once (`Workspace`) and what grew s
 keeps (`TreeState`), joined by `merge_states`.
 """
 
+from tree_attention_jax.search.loops.beam import BeamRules, beam_loop, beam_search
+from tree_attention_jax.search.loops.paths import forward_on_paths, path_attention
 from tree_attention_jax.search.loops.sampling import Rows, Sampling, first_tokens, sample_block, sample_tokens
+from tree_attention_jax.search.loops.workspace import Workspace
 
 __all__ = [
+    "BeamRules",
     "Rows",
     "Sampling",
+    "Workspace",
+    "beam_loop",
+    "beam_search",
     "first_tokens",
+    "forward_on_paths",
+    "path_attention",
     "sample_block",
     "sample_tokens",
 ]

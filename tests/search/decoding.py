@@ -1,0 +1,66 @@
+"""What the tests of the decoder and of the device loops share: a tiny model, and the same by dense attention."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PAGE_SIZE = 4
+
+
+@cache
+def tiny_config():
+    from tree_attention_jax.models import LlamaConfig
+
+    return LlamaConfig(13, 32, 48, num_layers=2, num_q_heads=6, num_kv_heads=2, head_dim=16)
+
+
+@cache
+def tiny_model():
+    from flax import nnx
+
+    from tree_attention_jax.models import Llama
+
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Llama(tiny_config(), dtype="float32", rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(7)
+
+    def weights(x):
+        # Small random weights predict nearly the same everywhere; these have opinions.
+        return jnp.asarray(rng.normal(0, 0.25, x.shape) if len(x.shape) == 2 else np.ones(x.shape), jnp.float32)
+
+    return nnx.merge(graph, jax.tree.map(weights, shapes))
+
+
+TINY = tiny_config()
+LONGEST = 48
+
+
+@cache
+def _dense_program():
+    from tree_attention_jax.models import dense_forward
+
+    return jax.jit(lambda model, tokens: jax.nn.log_softmax(dense_forward(model, tokens), axis=-1))
+
+
+def dense_log_probs(model, tokens):
+    """float32 [n, V]: log-probabilities after each token of one sequence, by dense attention."""
+    padded = np.zeros(LONGEST, np.int32)
+    padded[: len(tokens)] = tokens
+    return np.asarray(_dense_program()(model, jnp.asarray(padded)))[: len(tokens)]
+
+
+def greedy(model, prompt, n):
+    """The n likeliest tokens after a prompt, one by one."""
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(int(dense_log_probs(model, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def make_decoder(num_pages=64, **options):
+    from tree_attention_jax.search import TreeDecoder
+
+    return TreeDecoder(tiny_model(), num_pages, PAGE_SIZE, **options)

@@ -1,0 +1,96 @@
+"""The cost model: tile shapes with their measured costs, and the time of a launch.
+
+A launch takes ``launch_us + max(max(work, memory) + OVERLAP * min(work, memory), latency)``: matrix work over all SMs
+and bytes overlap by half in short launches, and no launch ends before its longest item. The form was fitted to the
+launches of the 45 cells on an H200, which it meets within 9% on average (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pallas_kernels.layout import TileClass
+from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.profile import GpuProfile, TileCost
+from tree_attention_jax.planning.tiles import entry_unit, fitted
+
+# How much of the shorter of work and bytes shows beside the longer one.
+OVERLAP = 0.5
+# ... up to so many microseconds: a long launch reaches a steady state.
+MAX_EXPOSED_US = 60.0
+# Registers that a program of one warp leaves room for: programs of w warps at once on an SM.
+WARPS_PER_SM = 14
+SHARED_BYTES_PER_SM = 227 * 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tile shape and what it costs here; microseconds of one SM unless said otherwise."""
+
+    tile: TileClass
+    queries: int  # queries a tile holds
+    programs: float  # programs an item makes (KV heads x parts of a group), over the SMs
+    item_us: float
+    step_us: float
+    masked_step_us: float
+    latency_us: float  # of one step, seen by one program
+    slots: int  # programs the GPU runs at once
+
+    @property
+    def token_us(self) -> float:
+        return self.step_us / self.tile.block_kv
+
+    @property
+    def masked_token_us(self) -> float:
+        # About half of what a joined segment walks are ancestors of the whole tile, which take the plain path.
+        return 0.5 * (self.step_us + self.masked_step_us) / self.tile.block_kv
+
+
+def shapes_for(problem: Problem) -> list[Shape]:
+    """The profile's shapes; costs grow with the head dim, and a group never spans more tiles than it must."""
+    unit = entry_unit(problem)
+    scale = (problem.head_dim + problem.v_head_dim) / 256
+
+    def shape(cost: TileCost) -> Shape:
+        tile = fitted(problem, cost, unit)
+        per_step = scale * tile.block_kv / cost.block_kv
+        parts = -(-problem.group // tile.heads_per_tile(problem.group))
+        stage_bytes = (problem.head_dim + problem.v_head_dim) * problem.itemsize * tile.block_kv
+        resident = min(SHARED_BYTES_PER_SM // (stage_bytes * tile.stages), max(WARPS_PER_SM // tile.warps, 1))
+        return Shape(
+            slots=problem.profile.num_sms * max(resident, 1),
+            tile=tile,
+            queries=tile.queries_per_tile(problem.group),
+            programs=problem.num_kv_heads * parts / problem.profile.num_sms,
+            item_us=cost.item_us * scale,
+            step_us=cost.step_us * per_step,
+            masked_step_us=cost.masked_step_us * per_step,
+            latency_us=cost.latency_us * per_step,
+        )
+
+    shapes = {shape(cost) for cost in problem.profile.tiles}
+    return sorted(shapes, key=lambda s: (s.tile.rows, s.tile.block_kv, s.tile.warps, s.tile.stages))
+
+
+def launch_time(
+    profile: GpuProfile, shape: Shape, steps: float, items: float, longest: float, memory: float, masked: bool
+) -> float:
+    """Microseconds of a launch.
+
+    Args:
+        profile: rates of the GPU.
+        shape: tile and costs.
+        steps, items: of all items together.
+        longest: steps of the longest item.
+        memory: time to read the launch's K/V once.
+        masked: the steps compare intervals.
+    """
+    step_us = shape.masked_step_us if masked else shape.step_us
+    work = (steps * step_us + items * shape.item_us) * shape.programs
+    programs = items * shape.programs * profile.num_sms
+    # Programs that do not fit at once run in waves; each waits out its own loads.
+    waves = max(1.0, programs / shape.slots)
+    average = steps / max(items, 1.0) * shape.latency_us
+    latency = max(longest * shape.latency_us, average * waves)
+    exposed = min(OVERLAP * min(work, memory), MAX_EXPOSED_US)
+    return profile.launch_us + max(max(work, memory) + exposed, latency)
