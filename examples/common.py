@@ -40,11 +40,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def parser(doc: str | None, prompt: str, steps: int) -> argparse.ArgumentParser:
+def parser(doc: str | None, prompt: str, steps: int | None) -> argparse.ArgumentParser:
     """The options that all examples have."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     made.add_argument("--prompt", default=prompt, help="what to continue or, for a chat model, answer")
-    made.add_argument("--steps", type=positive, default=steps, help="tokens a sequence")
+    if steps is not None:
+        made.add_argument("--steps", type=positive, default=steps, help="tokens a sequence")
     made.add_argument("--implementation", help="of tree_attention; default: the best that works here")
     made.add_argument("--model", type=Path, metavar="PATH.gguf", help="other weights, Llama architecture")
     made.add_argument("--random", action="store_true", help="a tiny random model, nothing to download")
@@ -66,9 +67,10 @@ def load(args: argparse.Namespace) -> tuple[Llama, Any]:
 
 
 def run(args: argparse.Namespace, demonstrate: Callable[[argparse.Namespace, Llama, Any], None]) -> int:
-    """Loads the model and runs the example. Exit code: 0, or 2 where there is no model to run."""
+    """Loads the model and runs the example. Exit code: 0, or 2 where there is nothing to run."""
     if not args.prompt:
-        raise SystemExit("--prompt is empty")
+        print("--prompt is empty", file=sys.stderr)
+        return 2
     try:
         with console.status("loading weights"):
             model, tokenizer = load(args)

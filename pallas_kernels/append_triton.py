@@ -6,8 +6,6 @@ version this must equal.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -28,7 +26,7 @@ def append(
         return k_cache, v_cache
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_cache, v_cache)]
     k_cache, v_cache = pl.pallas_call(
-        functools.partial(_kernel),
+        _kernel,
         grid=(slots.shape[0], k_cache.shape[1]),
         out_shape=like,
         input_output_aliases={3: 0, 4: 1},
@@ -49,5 +47,5 @@ def _kernel(slots_ref, k_new_ref, v_new_ref, _, __, k_ref, v_ref):
             width = new_ref.shape[-1]
             column = jnp.arange(pl.next_power_of_2(width))
             mask = column < width
-            row = plgpu.load(new_ref.at[query, head, column], mask=mask, other=0)
+            row = plgpu.load(new_ref.at[query, head, column], mask=mask, other=jnp.zeros((), new_ref.dtype))
             plgpu.store(cache_ref.at[slot, head, column], row.astype(cache_ref.dtype), mask=mask)

@@ -82,7 +82,7 @@ class TileClass:
 
 @dataclass(frozen=True)
 class Launch:
-    """Items of one tile class: records from ``items_at`` on, run by ``grid`` programs (each loops if it must)."""
+    """Items of one tile class: records from ``items_at`` on, which ``grid`` programs share."""
 
     tile: TileClass
     grid: int
@@ -112,3 +112,7 @@ class WorkShape:
     @property
     def group(self) -> int:
         return self.num_q_heads // self.num_kv_heads
+
+    def head_tiles(self, tile: TileClass) -> int:
+        """Tiles that the query heads of one KV head take (1, unless the group is larger than the tile)."""
+        return -(-self.group // tile.heads_per_tile(self.group))

@@ -21,6 +21,7 @@ from pallas_kernels.logits import base2_logits, inside_window
 from pallas_kernels.options import LOG2E, Options
 from pallas_kernels.state import AttentionState
 
+INTERPRETED_PROGRAMS = 4
 NOBODY = 2**31 - 1  # as `low` of a token's interval: no row sees it
 
 
@@ -29,7 +30,7 @@ def partial_attention(
     k: jax.Array,
     v: jax.Array,
     buffer: jax.Array,
-    slopes: jax.Array | None,
+    per_head: jax.Array | None,
     state: AttentionState | None,
     *,
     index: int,
@@ -42,20 +43,21 @@ def partial_attention(
     ``state`` None (the first launch): outputs start uninitialised; every row a reader looks at gets written.
     """
     launch = shape.launches[index]
-    head_tiles = pl.cdiv(shape.group, launch.tile.heads_per_tile(shape.group))
     outputs = AttentionState(
         jax.ShapeDtypeStruct((q.shape[0], shape.num_q_heads, shape.v_head_dim), q.dtype),
         jax.ShapeDtypeStruct((q.shape[0], shape.num_q_heads), jnp.float32),
         jax.ShapeDtypeStruct((max(shape.partial_rows, 1), shape.num_q_heads, shape.v_head_dim), jnp.float32),
         jax.ShapeDtypeStruct((max(shape.partial_rows, 1), shape.num_q_heads), jnp.float32),
     )
-    operands = [q, k, v, buffer] + ([slopes] if options.alibi else [])
+    operands = [q, k, v, buffer] + ([per_head] if options.uses_heads else [])
     aliases = {} if state is None else {len(operands) + i: i for i in range(len(outputs))}
     exp2 = jnp.exp2 if interpret else _exp2  # the interpreter knows no assembly
-    kernel = functools.partial(_kernel, index=index, shape=shape, options=options, exp2=exp2)
+    # The interpreter runs program after program, so few programs with many items each are faster there.
+    grid = min(launch.grid, INTERPRETED_PROGRAMS) if interpret else launch.grid
+    kernel = functools.partial(_kernel, grid=grid, index=index, shape=shape, options=options, exp2=exp2)
     return pl.pallas_call(
         kernel,
-        grid=(launch.grid, shape.num_kv_heads * head_tiles),
+        grid=(grid,),
         out_shape=outputs,
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=launch.tile.warps, num_stages=launch.tile.stages),
@@ -64,9 +66,9 @@ def partial_attention(
     )(*operands, *(state or ()))
 
 
-def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, shape, options, exp2):
+def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, grid, index, shape, options, exp2):
     launch = shape.launches[index]
-    slopes_ref = refs[0] if options.alibi else None
+    per_head_ref = refs[0] if options.uses_heads else None
     outputs = AttentionState(*refs[-4:])
     run = functools.partial(
         _run_item,
@@ -74,67 +76,59 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, shape, options, exp2)
         k_ref,
         v_ref,
         buffer_ref,
-        slopes_ref,
+        per_head_ref,
         outputs,
         launch=launch,
         shape=shape,
         options=options,
         exp2=exp2,
     )
-    # Program ids are read here because the interpreter does not know them inside a loop or a branch.
-    program, head_program = pl.program_id(0), pl.program_id(1)
+    # The grid is about what the GPU can run, whatever the number of items, so the count is data and few programs start
+    # in vain: one that needs the shared memory of a wide tile costs a microsecond even when it has nothing to do.
+    program = pl.program_id(0)  # read here: the interpreter does not know it inside a loop
+    heads = shape.num_kv_heads * shape.head_tiles(launch.tile)
     if index == 0:
-        _pad(buffer_ref, outputs, program, head_program, launch=launch, shape=shape)
-    if launch.grid == launch.capacity:
-        run(program, head_program)  # padding records are all zero: no rows, no entries, nothing stored
-        return
-    num_items = buffer_ref[index]
+        _pad(buffer_ref, outputs, program, grid, rows=launch.tile.rows, shape=shape)
 
-    def loop(i, carry):
-        run(program + i * launch.grid, head_program)
+    def turn(i, carry):
+        work = program + i * grid  # items come longest first, so strides balance
+        run(lax.div(work, heads), lax.rem(work, heads))
         return carry
 
-    lax.fori_loop(0, (num_items - program + launch.grid - 1) // launch.grid, loop, 0)
+    total = buffer_ref[index] * heads
+    lax.fori_loop(0, lax.div(jnp.maximum(total - program, 0) + grid - 1, grid), turn, 0)
 
 
-def _pad(buffer_ref, outputs, program, head_program, *, launch, shape):
+def _pad(buffer_ref, outputs, program, grid, *, rows, shape):
     """0 and -inf for the rows of ``q`` that are no query: usually none, else a share for each program."""
-    tile = launch.tile
-    heads = tile.heads_per_tile(shape.group)
-    head_tiles = pl.cdiv(shape.group, heads)
-    n, head = _divmod(jnp.arange(tile.rows), heads)
-    head += lax.rem(head_program, head_tiles) * heads
-    queries = tile.queries_per_tile(shape.group)
-    first, end = buffer_ref[lo.NUM_QUERIES], outputs.out.shape[0]
-    shares = lax.div(jnp.maximum(end - first, 0) + queries - 1, queries)
+    width = pl.next_power_of_2(shape.v_head_dim)
+    first = buffer_ref[lo.NUM_QUERIES] * shape.num_q_heads
+    end = outputs.out.shape[0] * shape.num_q_heads
+    shares = lax.div(jnp.maximum(end - first, 0) + rows - 1, rows)
 
     def share(i, carry):
-        query = first + (program + i * launch.grid) * queries + n
-        mask = (n < queries) & (query < end) & (head < shape.group)
-        place = jnp.where(mask, query, end)
-        zeros = jnp.zeros((tile.rows, pl.next_power_of_2(shape.v_head_dim)), jnp.float32)
-        nothing = jnp.full((tile.rows,), -jnp.inf, jnp.float32)
-        heads_of_rows = head + lax.div(head_program, head_tiles) * shape.group
-        _store(outputs.out, outputs.lse, place, heads_of_rows, mask, zeros, nothing)
+        flat = first + (program + i * grid) * rows + jnp.arange(rows)
+        query, head = _divmod(flat, shape.num_q_heads)
+        zeros, nothing = jnp.zeros((rows, width), jnp.float32), jnp.full((rows,), -jnp.inf, jnp.float32)
+        _store(outputs.out, outputs.lse, query, head, flat < end, zeros, nothing)
         return carry
 
     lax.fori_loop(0, lax.div(jnp.maximum(shares - program, 0) + launch.grid - 1, launch.grid), share, 0)
 
 
 def _run_item(
-    q_ref, k_ref, v_ref, buffer_ref, slopes_ref, outputs, item, head_program, *, launch, shape, options, exp2
+    q_ref, k_ref, v_ref, buffer_ref, per_head_ref, outputs, item, head_program, *, launch, shape, options, exp2
 ):
     tile = launch.tile
     heads = tile.heads_per_tile(shape.group)
-    head_tiles = pl.cdiv(shape.group, heads)
-    kv_head = lax.div(head_program, head_tiles)
+    kv_head, head_tile = _divmod(head_program, shape.head_tiles(tile))
     record = launch.items_at + item * lo.ITEM_SIZE
     first_row = buffer_ref[record + lo.ROW]
     num_rows = buffer_ref[record + lo.NUM_ROWS]
 
     # Tile row r is head r % heads of query r // heads.
     n, head = _divmod(jnp.arange(tile.rows), heads)
-    head += lax.rem(head_program, head_tiles) * heads
+    head += head_tile * heads
     live = n < jnp.minimum(num_rows, tile.queries_per_tile(shape.group))
     if shape.group % heads:
         live &= head < shape.group
@@ -151,7 +145,9 @@ def _run_item(
     if options.uses_positions:
         position = plgpu.load(buffer_ref.at[shape.positions_at + query], mask=queried, other=0)[:, None]
     if options.alibi:
-        slope = plgpu.load(slopes_ref.at[head], mask=queried, other=0.0)[:, None]
+        slope = plgpu.load(per_head_ref.at[(jnp.zeros_like(head), head)], mask=queried, other=0.0)[:, None]
+    if options.scaled_keys:
+        key_factor = plgpu.load(per_head_ref.at[(jnp.ones_like(head), head)], mask=queried, other=0.0)[:, None]
 
     # The scale moves into exp2's argument, one fused multiply-add, unless something non-linear comes between.
     folded = options.logits_soft_cap is None and not options.alibi and options.scale > 0
@@ -164,6 +160,8 @@ def _run_item(
         )
         keys = _load_rows(k_ref, (slot[:, None], kv_head), filled).astype(q_tile.dtype)
         logits = _dot(q_tile, keys.T)
+        if options.scaled_keys:
+            logits = logits * key_factor
         if not folded:
             logits = base2_logits(logits, options, position, token_position, slope)
         if masked:
@@ -245,7 +243,7 @@ def _load_rows(ref, index, mask):
     mask = jnp.broadcast_to(mask[:, None], (mask.shape[0], column.shape[1]))
     if column.shape[1] != width:
         mask &= column < width
-    return plgpu.load(ref.at[(*index, column)], mask=mask, other=0)
+    return plgpu.load(ref.at[(*index, column)], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def _exp2(x):

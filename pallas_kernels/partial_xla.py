@@ -25,7 +25,7 @@ def partial_attention(
     k: jax.Array,
     v: jax.Array,
     buffer: jax.Array,
-    slopes: jax.Array | None,
+    per_head: jax.Array | None,
     state: AttentionState,
     *,
     index: int,
@@ -38,12 +38,12 @@ def partial_attention(
         q: [Q, Hq, D].
         k: [num_slots, Hkv, D]; ``v``: [num_slots, Hkv, Dv].
         buffer: int32 [shape.buffer_size], see :mod:`pallas_kernels.layout`.
-        slopes: float32 [Hq], with ``options.alibi``.
+        per_head: float32 [2, Hq] slopes and key factors, with ``options.uses_heads``.
         state: what earlier launches wrote.
     """
     launch = shape.launches[index]
     num_items = buffer[index]
-    run = functools.partial(_run_chunk, q, k, v, buffer, slopes, launch=launch, shape=shape, options=options)
+    run = functools.partial(_run_chunk, q, k, v, buffer, per_head, launch=launch, shape=shape, options=options)
 
     def chunk(c, state):
         items = c * CHUNK + jnp.arange(CHUNK)
@@ -52,7 +52,7 @@ def partial_attention(
     return lax.fori_loop(0, (num_items + CHUNK - 1) // CHUNK, chunk, state)
 
 
-def _run_chunk(q, k, v, buffer, slopes, items, exists, state, *, launch, shape, options) -> AttentionState:
+def _run_chunk(q, k, v, buffer, per_head, items, exists, state, *, launch, shape, options) -> AttentionState:
     """``CHUNK`` items side by side: c item, n query of the item, h KV head, g head of its group, t token."""
     tile = launch.tile
     at = launch.items_at + jnp.where(exists, items, 0) * lo.ITEM_SIZE
@@ -66,7 +66,9 @@ def _run_chunk(q, k, v, buffer, slopes, items, exists, state, *, launch, shape, 
     query = jnp.where(live, query, 0)
     tile_q = q[query].reshape(*query.shape, shape.num_kv_heads, shape.group, shape.head_dim).astype(jnp.float32)
     position = buffer[shape.positions_at + query]
-    slope = None if slopes is None else slopes.reshape(shape.num_kv_heads, 1, shape.group, 1)
+    slope = key_factor = None
+    if per_head is not None:
+        slope, key_factor = per_head.reshape(2, shape.num_kv_heads, 1, shape.group, 1)
 
     def step(masked: bool, i, carry):
         out, peak, total = carry
@@ -75,6 +77,8 @@ def _run_chunk(q, k, v, buffer, slopes, items, exists, state, *, launch, shape, 
         keys = jnp.where((seen.any(1))[:, :, None, None], k[slot].astype(jnp.float32), 0)
         values = jnp.where((seen.any(1))[:, :, None, None], v[slot].astype(jnp.float32), 0)
         dot = jnp.einsum("cnhgd,cthd->chngt", tile_q, keys, precision=lax.Precision.HIGHEST)
+        if options.scaled_keys:
+            dot = dot * key_factor
         query_position = position[:, None, :, None, None]
         token_position = token_position[:, None, None, None, :]
         logits = base2_logits(dot, options, query_position, token_position, slope)

@@ -10,10 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import tree_attention_jax as ta
+from tree_attention_jax.planning.strategies import STRATEGIES
 
 IMPLEMENTATIONS = ("xla", "pallas_triton")
+# Between them: unmasked and masked items, many launches and one, a row a tile and full tiles.
+FAST_STRATEGIES = ("auto", "flatten", "per_query")
+
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+# The other strategies make plans of the same kinds; where each plan compiles a program they leave the fast part.
+every_strategy_slowly = pytest.mark.parametrize(
+    "strategy", [pytest.param(s, marks=() if s in FAST_STRATEGIES else pytest.mark.slow) for s in STRATEGIES]
+)
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,17 @@ def tree_attention(
         else _static_float("logits_soft_cap", logits_soft_cap, positive=True),
         sliding_window=sliding_window,
         alibi=alibi is not None,
+        scaled_keys=k_scale is not None,
     )
-    if k_scale is not None:
-        q = (q * jnp.repeat(_kv_scale("k_scale", k_scale, shape.num_kv_heads), group)[:, None]).astype(q.dtype)
+    per_head = None
+    if options.uses_heads:
+        factors = jnp.ones(shape.num_kv_heads) if k_scale is None else _kv_scale("k_scale", k_scale, shape.num_kv_heads)
+        slopes = jnp.zeros(shape.num_q_heads) if alibi is None else alibi
+        per_head = jnp.stack([slopes, jnp.repeat(factors, group)]).astype(jnp.float32)
     names = backends.resolve(implementation)
-    out, lse = backends.run_first(names, lambda attend: attend(q, k_pages, v_pages, plan.buffer, alibi, shape, options))
+    out, lse = backends.run_first(
+        names, lambda attend: attend(q, k_pages, v_pages, plan.buffer, per_head, shape, options)
+    )
     if v_scale is not None:
         out = (out * jnp.repeat(_kv_scale("v_scale", v_scale, shape.num_kv_heads), group)[:, None]).astype(out.dtype)
     if sinks is not None:

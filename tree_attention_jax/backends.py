@@ -83,7 +83,7 @@ def _flat(pages: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "options"))
-def _attend_xla(q, k_pages, v_pages, buffer, slopes, shape: WorkShape, options: Options):
+def _attend_xla(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, options: Options):
     partial_shape = (max(shape.partial_rows, 1), shape.num_q_heads)
     state = AttentionState(
         out=jnp.zeros((*q.shape[:2], shape.v_head_dim), q.dtype),
@@ -93,14 +93,16 @@ def _attend_xla(q, k_pages, v_pages, buffer, slopes, shape: WorkShape, options: 
     )
     k, v = _flat(k_pages), _flat(v_pages)
     for index in range(len(shape.launches)):
-        state = partial_xla.partial_attention(q, k, v, buffer, slopes, state, index=index, shape=shape, options=options)
+        state = partial_xla.partial_attention(
+            q, k, v, buffer, per_head, state, index=index, shape=shape, options=options
+        )
     if shape.partial_rows:
         state = reduce_xla.reduce_partials(buffer, state, shape=shape)
     return state.out, state.lse
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "options", "interpret"))
-def _attend_triton(q, k_pages, v_pages, buffer, slopes, shape: WorkShape, options: Options, interpret: bool):
+def _attend_triton(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, options: Options, interpret: bool):
     for pages in (k_pages, v_pages):
         if pages.dtype.itemsize == 1 and pages.size >= 2**31:
             raise NotImplementedError(
@@ -113,7 +115,7 @@ def _attend_triton(q, k_pages, v_pages, buffer, slopes, shape: WorkShape, option
     state = None
     for index in range(len(shape.launches)):
         state = partial_triton.partial_attention(
-            q, k, v, buffer, slopes, state, index=index, shape=shape, options=options, interpret=interpret
+            q, k, v, buffer, per_head, state, index=index, shape=shape, options=options, interpret=interpret
         )
     assert state is not None
     if shape.partial_rows:

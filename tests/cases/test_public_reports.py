@@ -15,9 +15,11 @@ from forests import (
     assert_matches_oracle,
     attend,
     check_against_oracle,
+    every_strategy,
     lay_out,
     plan_for,
     poisoned_inputs,
+    quick_compiler_options,
 )
 
 import tree_attention_jax as ta
@@ -25,7 +27,9 @@ from pallas_kernels.layout import MAX_SLOTS
 from tree_attention_jax.planning.strategies import STRATEGIES
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+every_plan = pytest.mark.parametrize(
+    ("implementation", "strategy"), [*(("xla", strategy) for strategy in STRATEGIES), ("pallas_triton", "auto")]
+)
 
 
 def test_flashinfer_4051_merging_two_empty_states():
@@ -53,8 +57,7 @@ def test_flashinfer_4450_logits_below_a_finite_minus_infinity(implementation: st
     np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
 
 
-@every_implementation
-@every_strategy
+@every_plan
 def test_vllm_27491_rows_that_see_nothing_of_a_block(implementation: str, strategy: str):
     """Causal rows in a block of which they see no key: the first rows of a chunk against its last tokens."""
     tree = ta.TokenTree([-1, 0], [16, 100], [0, 100])
@@ -74,8 +77,7 @@ def test_flashinfer_2113_sglang_40903_lse_is_a_natural_log(implementation: str):
     assert_matches_oracle(out, lse, joint, 16, inputs)
 
 
-@every_implementation
-@every_strategy
+@every_plan
 def test_flashinfer_pr_363_empty_request_in_a_batch(implementation: str, strategy: str):
     tree = ta.TokenTree([-1, -1], [0, 9])
     assert tree.num_queries == 1
@@ -141,13 +143,13 @@ def test_jax_pr_24602_groups_larger_than_the_row_block(implementation: str, head
     check_against_oracle(tree, 16, heads, implementation=implementation)
 
 
-@every_implementation
-@every_strategy
+@every_plan
 def test_vllm_pr_40737_axes_of_size_one(implementation: str, strategy: str):
     plan = {"strategy": strategy}
     check_against_oracle(ta.TokenTree([-1], [1], [1]), 1, Heads(1, 1), implementation=implementation, plan=plan)
 
 
+@pytest.mark.slow
 def test_fasttree_artifact_3_several_roots():
     check_against_oracle(ta.TokenTree.from_levels([4, 16], [4096, 256]), 16, Heads(32, 8))
 
@@ -190,8 +192,7 @@ def test_vllm_15710_17652_window_and_alibi_over_a_shared_prefix(strategy: str, o
     check_against_oracle(tree, 16, Heads(4, 2), plan={"strategy": strategy}, **option)
 
 
-@every_implementation
-@every_strategy
+@every_plan
 def test_cudnn_frontend_624_tails_of_pages_hold_nan(implementation: str, strategy: str):
     """0 x NaN: a masked probability must not meet an uninitialised V. Every node ends in the middle of a page."""
     tree = ta.TokenTree.from_levels([1, 2, 4], [17, 3, 5])
@@ -202,24 +203,21 @@ def test_vllm_pr_22003_operands_that_are_slices_and_transposes():
     tree = ta.TokenTree.from_levels([1, 4], [33, 5])
     heads = Heads(4, 2)
     inputs = poisoned_inputs(tree, 16, heads)
-    plan = plan_for(tree, 16, heads)
-    q, k, v = inputs.on_device()
 
-    @jax.jit
     def strided(q_heads_first, kv, plan):
         k, v = kv[..., ::2, :], kv[..., 1::2, :]
-        return ta.tree_attention(q_heads_first.transpose(1, 0, 2), k, v, plan, return_lse=True)
+        out, lse = ta.tree_attention(q_heads_first.transpose(1, 0, 2), k, v, plan, return_lse=True)
+        # The same state twice, as a transpose and as every other row of its repetition.
+        transposed = out.transpose(1, 0, 2).transpose(1, 0, 2), lse.T.T
+        sliced = jnp.repeat(out, 2, axis=0)[::2], jnp.repeat(lse, 2, axis=0)[::2]
+        return (out, lse), ta.merge_states(*transposed, *sliced)
 
-    out, lse = strided(q.transpose(1, 0, 2), jnp.stack([k, v], axis=-2).reshape(*k.shape[:2], 4, 64), plan)
-    assert_matches_oracle(out, lse, tree, 16, inputs)
-    halves = jnp.concatenate([out, out], 0)[::2], jnp.concatenate([lse, lse], 0)[::2]
-    merged, merged_lse = ta.merge_states(*(x[:2] for x in halves), *(x[:2] for x in halves))
-    assert_close(merged, halves[0][:2], np.float32)
-    assert_lse_close(merged_lse, np.asarray(halves[1][:2]) + np.log(2), np.float32)
-    swapped = ta.merge_states(
-        *(out.transpose(1, 0, 2).transpose(1, 0, 2), lse.T.T), jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
-    )
-    np.testing.assert_array_equal(swapped[0], out)
+    interleaved = np.stack([inputs.k_pages, inputs.v_pages], axis=-2).reshape(*inputs.k_pages.shape[:2], 4, 64)
+    run = jax.jit(strided, compiler_options=quick_compiler_options())
+    state, merged = run(inputs.q.transpose(1, 0, 2), interleaved, plan_for(tree, 16, heads))
+    assert_matches_oracle(*state, tree, 16, inputs)
+    assert_close(merged[0], state[0], np.float32)
+    assert_lse_close(merged[1], np.asarray(state[1]) + np.log(2), np.float32)
 
 
 @every_strategy

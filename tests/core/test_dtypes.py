@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forests import IMPLEMENTATIONS, Heads, attend, check_against_oracle, lay_out
+from forests import IMPLEMENTATIONS, Heads, attend, check_against_oracle, lay_out, plan_for, poisoned_inputs
 
 import tree_attention_jax as ta
 
@@ -73,3 +73,17 @@ def test_repeats_bit_for_bit(implementation: str):
     for other in others:
         np.testing.assert_array_equal(first[0], other[0])
         np.testing.assert_array_equal(first[1], other[1])
+
+
+@pytest.mark.parametrize("k_scale", [0.0123, np.array([0.0123, 0.77])], ids=["scalar", "per-head"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_k_scale_is_not_rounded_into_q(implementation: str, k_scale):
+    """A query that sees one token: its LSE is the logit, and 16-bit q times an odd scale would be off by 2^-9."""
+    tree = ta.TokenTree([-1, -1], [1, 1], [1, 1])
+    inputs = poisoned_inputs(tree, PAGE_SIZE, HEADS, jnp.bfloat16, np.int8)
+    plan = plan_for(tree, PAGE_SIZE, HEADS)
+    _, lse = attend(*inputs.on_device(), plan, implementation, k_scale=k_scale)
+    _, want = ta.reference.dense_tree_attention(
+        inputs.q, inputs.k_pages, inputs.v_pages, tree, PAGE_SIZE, k_scale=k_scale, return_lse=True
+    )
+    np.testing.assert_allclose(lse, want, rtol=1e-5, atol=1e-5)

@@ -1,7 +1,7 @@
 """Random forests against the oracle. Capacities and pool sizes are fixed, so that examples share a few programs."""
 
 import pytest
-from forests import Heads, check_against_oracle
+from forests import Heads, check_against_oracle, every_strategy, every_strategy_slowly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_forests import forests, quick, thorough
@@ -32,7 +32,7 @@ def check(implementation: str, strategy: str, case, data: st.DataObject, **optio
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy_slowly
 @quick
 @given(case=small, data=st.data())
 def test_equals_the_oracle(strategy: str, case, data):
@@ -46,7 +46,7 @@ def test_window_equals_the_oracle(strategy: str, case, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @settings(thorough, max_examples=300)
 @given(case=large, data=st.data())
 def test_equals_the_oracle_thoroughly(strategy: str, case, data):

@@ -2,10 +2,20 @@
 
 import numpy as np
 import pytest
-from forests import IMPLEMENTATIONS, Case, Heads, attend, check_against_oracle, lay_out, plan_for, poisoned_inputs
+from forests import (
+    IMPLEMENTATIONS,
+    Case,
+    Heads,
+    attend,
+    check_against_oracle,
+    every_strategy,
+    every_strategy_slowly,
+    lay_out,
+    plan_for,
+    poisoned_inputs,
+)
 
 from tree_attention_jax import TokenTree
-from tree_attention_jax.planning.strategies import STRATEGIES
 
 # The 26-token tree that Medusa's authors tuned for 7B models, cut to depth 3.
 DRAFT = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2], [3], [0, 0, 1], [4], [2, 0], [0, 1, 0]]
@@ -40,19 +50,24 @@ CASES = [
 ]
 
 
-# The strategy varies fastest: plans of equal shape then run the program of the test before.
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_equals_the_oracle(implementation: str, case: Case, strategy: str):
+def check(case: Case, implementation: str, strategy: str) -> None:
+    plan = {"strategy": strategy}
     check_against_oracle(
-        case.tree(),
-        case.page_size,
-        case.heads,
-        implementation=implementation,
-        padding=case.padding,
-        plan={"strategy": strategy},
+        case.tree(), case.page_size, case.heads, implementation=implementation, padding=case.padding, plan=plan
     )
+
+
+# The strategy varies fastest: plans of equal shape then run the program of the test before.
+@every_strategy
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_xla_equals_the_oracle(case: Case, strategy: str):
+    check(case, "xla", strategy)
+
+
+@every_strategy_slowly
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pallas_equals_the_oracle(case: Case, strategy: str):
+    check(case, "pallas_triton", strategy)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 3e38], ids=str)

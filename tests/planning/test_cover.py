@@ -3,20 +3,18 @@
 import jax
 import numpy as np
 import pytest
-from forests import Heads, plan_for
+from forests import Heads, every_strategy, plan_for, quick_compiler_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_forests import forests, grown, quick, thorough
 
 import tree_attention_jax as ta
-from tree_attention_jax.planning.strategies import STRATEGIES
 
 HEADS = [Heads(1, 1), Heads(4, 4), Heads(6, 2), Heads(7, 1), Heads(64, 1), Heads(96, 1, 128, 64)]
 GPUS = [None, "NVIDIA H200", "NVIDIA L4"]
 ROOMY = ta.Buckets(queries=128, items=256, partials=4096, buffer=32768)
 
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
-advance = jax.jit(ta.TreePlan.advance)
+advance = jax.jit(ta.TreePlan.advance, compiler_options=quick_compiler_options())
 
 
 def check_plan(strategy: str, case: tuple[ta.TokenTree, int], data: st.DataObject) -> None:

@@ -40,7 +40,7 @@ def counted(plan: ta.TreePlan, index: int) -> dict[str, int]:
     launch, group = shape.launches[index], shape.group
     tile = launch.tile
     head_tiles = -(-group // tile.heads_per_tile(group))
-    total = dict.fromkeys(("items", "queries", "tokens", "cells", "of_queries", "filled", "visible"), 0)
+    total = dict.fromkeys(("items", "queries", "tokens", "cells", "of_queries", "filled", "visible", "loads"), 0)
     for item in range(buffer[index]):
         at = launch.items_at + item * lo.ITEM_SIZE
         record = buffer[at : at + lo.ITEM_SIZE]
@@ -57,6 +57,7 @@ def counted(plan: ta.TreePlan, index: int) -> dict[str, int]:
                 place = record[begin] + entry * size
                 filled = buffer[place] & lo.COUNT_MASK
                 total["tokens"] += filled
+                total["loads"] += filled * head_tiles
                 total["filled"] += filled * rows * group
                 for x in range(filled):
                     for row in range(record[lo.ROW], record[lo.ROW] + rows):
@@ -77,6 +78,7 @@ def test_counts(strategy: str, heads: tuple[int, int]):
     token_bytes = (64 + 32) * 4 * heads[1]
     for launch, total in zip(summary.launches, totals, strict=True):
         assert (launch.items, launch.queries, launch.tokens) == (total["items"], total["queries"], total["tokens"])
+        assert launch.read_bytes == total["loads"] * token_bytes
         assert launch.idle_rows == pytest.approx(1 - total["of_queries"] / total["cells"])
         assert launch.idle_tokens == pytest.approx(1 - total["filled"] / total["of_queries"])
         assert launch.masked == pytest.approx(1 - total["visible"] / total["filled"])
@@ -99,6 +101,12 @@ def test_bytes_of_a_hand_worked_tree():
     assert {s: x.partials for s, x in summaries.items()} == {"per_node": 4, "per_query": 0}
     assert summaries["per_query"].reduce_us == 0 < summaries["per_node"].reduce_us
     assert summaries["per_node"].floor_us > 0
+
+
+def test_items_that_see_nothing_do_not_count():
+    tree = ta.TokenTree([-1, 0], [100, 40])  # the window ends inside the leaf
+    (launch,) = summarize(ta.plan_tree(tree, strategy="per_node", sliding_window=10)).launches
+    assert (launch.items, launch.queries) == (1, 1)
 
 
 def test_no_floor_above_the_modelled_time():

@@ -62,6 +62,12 @@ def test_cost_of_an_item(queries: int, tokens: int, cost: float):
     assert COSTS.item(queries, tokens) == pytest.approx(cost)
 
 
+def test_a_child_pulls_only_where_that_is_cheaper():
+    """Full tiles and long runs waste nothing either way: without a price of partials both cost nothing."""
+    assert not CostModel(0.66, 0.33, 0.0, 4, (16, 4), (32, 32)).pulls(32, 100, 16, 40)
+    assert COSTS.pulls(32, 100, 16, 40)
+
+
 def test_published_assignment():
     pulling = decide(problem(), COSTS.pulls)
     assert np.flatnonzero(pulling.pulled).tolist() == [A, D, E]

@@ -4,29 +4,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forests import Heads, assert_close, assert_lse_close, lay_out, num_pages, plan_for, quick_compiler_options
+from forests import (
+    Heads,
+    assert_close,
+    assert_lse_close,
+    every_strategy,
+    every_strategy_slowly,
+    lay_out,
+    num_pages,
+    plan_for,
+    quick_compiler_options,
+)
+from random_forests import grown
 
 import tree_attention_jax as ta
-from tree_attention_jax.planning.strategies import STRATEGIES
 
 HEADS = Heads(4, 2, 16)
+
+advance = jax.jit(ta.TreePlan.advance, compiler_options=quick_compiler_options())
 
 
 def forest(page_size: int, horizon: int, seed: int = 0) -> ta.TokenTree:
     """Two roots, inner nodes without queries, leaves of 1 to 35 tokens; one leaf is empty and stays so."""
     tree = ta.TokenTree([-1, 0, 0, 1, 1, -1, 5, 0], [33, 17, 5, 1, 20, 35, 3, 0])
     return lay_out(tree, page_size, seed, sharing=page_size > 1, reserve=horizon)
-
-
-def grown(tree: ta.TokenTree, steps: int) -> ta.TokenTree:
-    return ta.TokenTree(
-        tree.parent,
-        tree.kv_len + np.where(tree.q_len == 1, steps, 0),
-        tree.q_len,
-        tree.page_indptr,
-        tree.page_indices,
-        tree.first_slot,
-    )
 
 
 def tokens_of_step(tree: ta.TokenTree, seed: int = 7):
@@ -89,11 +90,14 @@ def check_decoding(
         assert_lse_close(lses[i], want_lse, np.float32)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_decoding_on_the_device_equals_the_oracle(page_size: int, strategy: str):
-    horizon = 9
-    check_decoding(forest(page_size, horizon, seed=page_size), page_size, horizon, strategy=strategy)
+def test_decoding_on_the_device_equals_the_oracle(page_size: int):
+    check_decoding(forest(page_size, 9, seed=page_size), page_size, 9)
+
+
+@every_strategy_slowly
+def test_every_strategy_decodes_on_the_device(strategy: str):
+    check_decoding(forest(4, 6), 4, 6, strategy=strategy)
 
 
 def test_decoding_in_pallas():
@@ -112,7 +116,7 @@ def test_splitting_keeps_the_tail():
     check_decoding(lay_out(tree, 16, reserve=20), 16, 20, strategy="node_chunk", chunk=128)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_advancing_equals_planning_anew(page_size: int, strategy: str):
     """Positions, slots and cover of every step; no kernel runs."""
@@ -120,7 +124,7 @@ def test_advancing_equals_planning_anew(page_size: int, strategy: str):
     tree = forest(page_size, horizon)
     plan = plan_for(tree, page_size, HEADS, horizon=horizon, strategy=strategy)
     for step in range(1, horizon + 1):
-        plan = plan.advance()
+        plan = advance(plan)
         now = grown(tree, step)
         anew = plan_for(now, page_size, HEADS, strategy=strategy)
         rows = tree.num_queries
@@ -150,7 +154,7 @@ def test_a_window_moves_along(window: int):
     tree = forest(4, 6)
     plan = plan_for(tree, 4, HEADS, horizon=6, sliding_window=window)
     for step in range(1, 7):
-        plan = plan.advance()
+        plan = advance(plan)
         plan.check(grown(tree, step))
 
 

@@ -21,7 +21,7 @@ def blocks(tiling) -> list[tuple[int, int, list[int]]]:
 #
 #     node 1: ceil(20/16) - ceil(4/16) - ceil(16/16) = 2 - 1 - 1 = 0; 0 * tokens + 4 * 16 >= 0: leaves. 4 remain.
 #     node 2: ceil(4/16) - ceil(1/16) - ceil(3/16) = -1; -tokens + 4 * 3 >= 0 for up to 12 tokens.
-#     node 3: if node 2 stayed, -tokens + 4 * 1 >= 0 for up to 4 tokens; if node 2 left, it holds all that remain: leaves.
+#     node 3: if node 2 stayed, -tokens + 4 * 1 >= 0 for up to 4 tokens; else it holds all that remain: leaves.
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
@@ -76,6 +76,7 @@ def test_an_a100_wants_as_many_items_as_published(kv_heads: int, wanted: int):
         (160, 8, [5, 5]),
         # 54 wanted, but a query has at most 32 partials.
         (32_768, 4, [64] * 32),
+        (128, 8, [4, 4]),
         (112, 8, [7]),
     ],
 )
@@ -87,11 +88,12 @@ def test_the_longest_is_halved_until_there_are_enough(tokens: int, kv_heads: int
 
 
 def test_a_piece_of_new_tokens_takes_only_rows_that_see_it():
-    tree = ta.TokenTree([-1], [1024], [16])  # one item of 16 rows, cut into many
-    tiling = pack(problem(tree))
-    last = np.flatnonzero(tiling.end == 1024)
-    assert (tiling.row_begin[last] == np.maximum(tiling.begin[last] - 1008, 0)).all()
-    ta.plan_tree(tree, strategy="pack", gpu="NVIDIA A100").check(tree)
+    # 64 tokens on pages of one, the last 16 of them new: pieces of 4 tokens, and row i is the first to see new token i.
+    tree = ta.TokenTree([-1], [64], [16])
+    tiling = pack(make_problem(tree, page_size=1, gpu="NVIDIA A100"))
+    by_token = np.argsort(tiling.begin)
+    assert tiling.row_begin[by_token].tolist() == [0] * 12 + [0, 4, 8, 12]
+    ta.plan_tree(tree, page_size=1, strategy="pack", gpu="NVIDIA A100").check(tree)
 
 
 def test_growing_leaves_keep_their_pieces_exact():

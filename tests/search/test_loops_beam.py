@@ -50,12 +50,10 @@ def test_path_attention_names_what_does_not_fit():
 
 
 CASES = {
-    "plain": dict(width=3, max_length=7),
     "one token": dict(width=3, max_length=1),
-    "one beam": dict(width=1, max_length=5, eos=[7]),
+    "no eos": dict(width=3, max_length=6),
     "eos": dict(width=4, max_length=9, eos=[7, 2, 5], length_penalty=0.7),
     "early stop": dict(width=3, max_length=9, eos=[7, 2, 5, 0], early_stop=True),
-    "favours long": dict(width=2, max_length=8, eos=[1, 7], length_penalty=2.0),
 }
 
 

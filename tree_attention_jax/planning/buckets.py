@@ -2,8 +2,7 @@
 
 Only *capacity* is rounded; the real counts are data in the buffer. All lengths of a plan follow one level: if each had
 powers of two of its own, they would change one after the other and a growing tree would meet dozens of combinations.
-Rounding up costs memory and empty programs, which leave at once; a very large launch rounds its grid down instead and
-lets its programs take several items in turn.
+Rounding up costs memory, not time: a launch has as many programs as the GPU runs at once, however many items there are.
 """
 
 from __future__ import annotations
@@ -13,9 +12,6 @@ from dataclasses import dataclass, fields
 # Capacities at level 0; each level has GROWTH times as much of everything.
 GROWTH = 4
 SMALLEST = {"queries": 16, "items": 8, "partials": 64, "buffer": 1024}
-# Programs (items x KV heads) that a launch may have before it stops rounding its grid up. An empty program costs well
-# below a nanosecond of GPU time.
-MAX_PADDED_PROGRAMS = 16384
 
 
 @dataclass(frozen=True)
@@ -65,10 +61,3 @@ class Buckets:
                     raise ValueError(f"buckets.{name} is {have}: this plan needs {need}")
                 lacking = True
         return lacking
-
-
-def grid_for(capacity: int, heads: int) -> int:
-    """Programs along the item axis of a launch with room for ``capacity`` items."""
-    if capacity * heads <= MAX_PADDED_PROGRAMS or capacity < GROWTH:
-        return capacity
-    return capacity // GROWTH

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from pallas_kernels.layout import TileClass
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.profile import GpuProfile, TileCost
-from tree_attention_jax.planning.tiles import entry_unit, fitted
+from tree_attention_jax.planning.tiles import entry_unit, fitted, resident_programs
 
 # How much of the shorter of work and bytes shows beside the longer one.
 OVERLAP = 0.5
 # ... up to so many microseconds: a long launch reaches a steady state.
 MAX_EXPOSED_US = 60.0
-# Registers that a program of one warp leaves room for: programs of w warps at once on an SM.
-WARPS_PER_SM = 14
-SHARED_BYTES_PER_SM = 227 * 1024
+
+
+# A masked step waits for the intervals too, before it can weigh what it loaded.
+MASKED_LATENCY = 1.5
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,8 @@ def shapes_for(problem: Problem) -> list[Shape]:
         tile = fitted(problem, cost, unit)
         per_step = scale * tile.block_kv / cost.block_kv
         parts = -(-problem.group // tile.heads_per_tile(problem.group))
-        stage_bytes = (problem.head_dim + problem.v_head_dim) * problem.itemsize * tile.block_kv
-        resident = min(SHARED_BYTES_PER_SM // (stage_bytes * tile.stages), max(WARPS_PER_SM // tile.warps, 1))
         return Shape(
-            slots=problem.profile.num_sms * max(resident, 1),
+            slots=problem.profile.num_sms * resident_programs(problem, tile),
             tile=tile,
             queries=tile.queries_per_tile(problem.group),
             programs=problem.num_kv_heads * parts / problem.profile.num_sms,
@@ -91,6 +90,6 @@ def launch_time(
     # Programs that do not fit at once run in waves; each waits out its own loads.
     waves = max(1.0, programs / shape.slots)
     average = steps / max(items, 1.0) * shape.latency_us
-    latency = max(longest * shape.latency_us, average * waves)
+    latency = max(longest * shape.latency_us, average * waves) * (MASKED_LATENCY if masked else 1.0)
     exposed = min(OVERLAP * min(work, memory), MAX_EXPOSED_US)
     return profile.launch_us + max(max(work, memory) + exposed, latency)

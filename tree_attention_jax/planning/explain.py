@@ -240,7 +240,7 @@ def explain(plan: TreePlan) -> Any:
 
 
 def _rows(summary: Summary) -> list[tuple[str, ...]]:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             launch.tile,
             f"{launch.items:,}",

@@ -8,10 +8,11 @@ import numpy as np
 
 from pallas_kernels import layout as lo
 from tree_attention_jax._arrays import exclusive_cumsum, ragged_ranges
-from tree_attention_jax.planning.buckets import Buckets, grid_for
+from tree_attention_jax.planning.buckets import Buckets
 from tree_attention_jax.planning.growth import ENTRIES, growth_records
 from tree_attention_jax.planning.lowering import Items
 from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.tiles import grid_programs
 
 # Partials merged at a time: most queries have a few; of a long split context there are many.
 FEW_PARTIALS, MANY_PARTIALS = 4, 16
@@ -120,7 +121,8 @@ def _places(problem: Problem, items: Items, capacity: Buckets) -> _Places:
     launches, cursor = [], lo.HEADER_SIZE
     for tile in items.tiles:
         head_tiles = -(-problem.group // tile.heads_per_tile(problem.group))
-        grid = grid_for(capacity.items, problem.num_kv_heads * head_tiles)
+        programs = capacity.items * problem.num_kv_heads * head_tiles
+        grid = min(programs, problem.profile.num_sms * grid_programs(tile))
         launches.append(lo.Launch(tile, grid, capacity.items, cursor))
         cursor += capacity.items * lo.ITEM_SIZE
     reduce_at = cursor + 3 * capacity.queries

@@ -131,7 +131,7 @@ def _add_rectangles(
 
     x = np.stack([begin, end, end, begin], axis=1)
     y = np.stack([low, low, high, high], axis=1)
-    ax.add_collection(PolyCollection(np.stack([x, y], axis=2), **style))
+    ax.add_collection(PolyCollection(list(np.stack([x, y], axis=2)), **style))
 
 
 def _add_legend(ax: Any) -> None:
@@ -144,11 +144,12 @@ def _add_legend(ax: Any) -> None:
     ax.legend([visible, masked], labels, loc="upper right", frameon=False, fontsize=8, borderaxespad=0.2)
 
 
-def _on(color: str, ground: str) -> tuple[float, ...]:
+def _on(color: str, ground: str) -> str:
     """The translucent colour as it looks on a ground."""
-    from matplotlib.colors import to_rgb
+    from matplotlib.colors import to_hex, to_rgb
 
-    return tuple(ALPHA * c + (1 - ALPHA) * g for c, g in zip(to_rgb(color), to_rgb(ground)))
+    (r, g, b), (r0, g0, b0) = to_rgb(color), to_rgb(ground)
+    return to_hex((r0 + ALPHA * (r - r0), g0 + ALPHA * (g - g0), b0 + ALPHA * (b - b0)))
 
 
 def _title(plan: TreePlan) -> str:

@@ -17,6 +17,13 @@ from tree_attention_jax.planning.profile import TileCost
 PROFILE_TOKEN_BYTES = 512
 # Shared memory that the K and V stages of one program may take anyhow: two programs fit on an SM.
 MAX_STAGE_BYTES = 100_000
+SHARED_BYTES_PER_SM = 227 * 1024
+WARPS_STARTED_PER_SM = 16
+REGISTERS_PER_SM = 65536
+MAX_REGISTERS = 255
+MAX_PROGRAMS_PER_SM = 32
+# Registers a thread needs beside its accumulator: query rows, logits, addresses. From the compiled kernels' occupancy.
+OTHER_REGISTERS = 110
 # Bytes of float32 accumulator a thread can hold before it spills.
 MAX_ACCUMULATOR_BYTES = 512
 
@@ -42,6 +49,24 @@ def fitted(problem: Problem, cost: TileCost, unit: int) -> TileClass:
     while block_kv > 16 and block_kv * token_bytes * stages > limit:
         block_kv //= 2
     return tile_class(rows, block_kv, warps, stages, unit)
+
+
+def resident_programs(problem: Problem, tile: TileClass) -> int:
+    """Programs of a tile class that an SM runs at once: what shared memory and registers leave room for."""
+    token_bytes = (_padded(problem.head_dim) + _padded(problem.v_head_dim)) * problem.itemsize
+    shared = SHARED_BYTES_PER_SM // (token_bytes * tile.block_kv * tile.stages)
+    accumulator = tile.rows * _padded(problem.v_head_dim) // (32 * tile.warps)
+    registers = REGISTERS_PER_SM // (32 * tile.warps * min(accumulator + OTHER_REGISTERS, MAX_REGISTERS))
+    return max(1, min(shared, registers, MAX_PROGRAMS_PER_SM))
+
+
+def grid_programs(tile: TileClass) -> int:
+    """Programs an SM that a launch starts at most, to share the items among them.
+
+    About twice what is resident at once: the hardware still hands programs to whichever SM is free first, and a grid of
+    exactly the residents would fall into whole waves.
+    """
+    return max(1, WARPS_STARTED_PER_SM // tile.warps)
 
 
 def _padded(width: int) -> int:

@@ -210,7 +210,8 @@ class TreeDecoder:
             max_new_tokens: of each leaf, the one that ends it included.
             sampling: default: temperature 1.
             eos: token id or ids that end a sequence.
-            horizon: steps a block. Does not change the tokens.
+            horizon: steps a block; it does not change the tokens. 1: no blocks, a call of the model a step. A block
+                is one program over all layers and steps, which a CPU compiles for long.
             seed: of the random numbers. Leaf i of `leaves` gets the same ones in any company.
 
         Returns:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tree_attention_jax.planning import Buckets
 from tree_attention_jax.search.controller import as_token_set
-from tree_attention_jax.search.loops.sampling import Block, Rows, Sampling, first_tokens, sample_block
+from tree_attention_jax.search.loops.sampling import Block, Rows, Sampling, first_tokens, sample_block, sample_tokens
 from tree_attention_jax.topology import TokenTree
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def generate(
         raise ValueError("leaves have pending tokens: forward() computes them, and gives the logits to go on from")
     run = _Run(decoder, leaves, max_new_tokens, sampling, as_token_set(eos), horizon, seed)
     run.begin(logits)
+    while horizon == 1 and run.running.size:
+        run.step()
     flying = run.dispatch(ahead=0)
     while flying is not None:
         following = run.dispatch(ahead=horizon)
@@ -108,7 +110,25 @@ class _Run:
             self.tokens[i].append(int(tokens[i]))
             self.log_probs[i].append(float(log_probs[i]))
         self._retire(done)
-        self.decoder.tree.append(self.leaves[self.running], tokens[self.running])
+        if self.running.size:
+            self.decoder.tree.append(self.leaves[self.running], tokens[self.running])
+
+    def step(self):
+        """One token for every running sequence, by the host: compiles no loop."""
+        running = self.running
+        logits = self.decoder.forward(self.leaves[running])
+        generated = len(self.tokens[running[0]])
+        tokens, log_probs = _sample(
+            logits, self.key, running.astype(np.int32), np.full(running.size, generated, np.int32), self.sampling
+        )
+        tokens = np.asarray(tokens)
+        for i, token, log_prob in zip(running.tolist(), tokens.tolist(), np.asarray(log_probs).tolist()):
+            self.tokens[i].append(token)
+            self.log_probs[i].append(log_prob)
+        ended = np.array([self._is_over(i) for i in running.tolist()])
+        self._retire(ended)
+        if self.running.size:
+            self.decoder.tree.append(self.leaves[self.running], tokens[~ended])
 
     def dispatch(self, ahead):
         """Plans and starts a block, `ahead` steps after what the tree knows; None where no sequence can be running."""
@@ -208,6 +228,9 @@ def _grown(snapshot: TokenTree, ahead: int) -> TokenTree:
     return TokenTree(
         snapshot.parent, kv_len, snapshot.q_len, snapshot.page_indptr, snapshot.page_indices, snapshot.first_slot
     )
+
+
+_sample = jax.jit(sample_tokens, static_argnames="sampling")
 
 
 @jax.jit

@@ -6,7 +6,7 @@ import numpy as np
 
 from pallas_kernels.layout import TileClass
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.tiles import choose, drop_unused, standard_tiles
+from tree_attention_jax.planning.tiles import choose, drop_unused, entry_unit, fitted, standard_tiles
 from tree_attention_jax.planning.tiling import Tiling
 
 
@@ -47,3 +47,10 @@ def seen_nodes(problem: Problem) -> np.ndarray:
     """Nodes that have tokens and rows to see them, in node order."""
     layout = problem.layout
     return np.flatnonzero((problem.tree.kv_len > 0) & (layout.row_end > layout.row_begin)).astype(np.int32)
+
+
+def profile_tile(problem: Problem, rows: int, block_kv: int) -> TileClass:
+    """For strategies that publish their tiles: the profile's nearest by rows, then by the length of a step."""
+    costs = problem.profile.tiles
+    cost = min(costs, key=lambda tile: (abs(tile.rows - rows), abs(tile.block_kv - block_kv)))
+    return fitted(problem, cost, entry_unit(problem))

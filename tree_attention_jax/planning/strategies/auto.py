@@ -123,7 +123,8 @@ class _Segments:
 
     def launch(self) -> np.ndarray:
         """Masked and plain items of a shape run as launches of their own: a mask costs registers."""
-        return self.shape * 2 + ((self.span > 0) | (self.below > 0))
+        joined = (self.span > 0) | (self.below > 0)
+        return self.shape * 2 + (joined & (self.rows > 1))  # a single row sees all that its tile walks
 
     def time(self, problem: Problem, shapes: list[Shape]) -> float:
         """Modelled time of the whole call."""

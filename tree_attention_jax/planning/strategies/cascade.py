@@ -20,12 +20,12 @@ import numpy as np
 from pallas_kernels.layout import MAX_LAUNCHES, TileClass
 from tree_attention_jax._arrays import ceil_div
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.strategies._common import make_tiling, seen_nodes
-from tree_attention_jax.planning.tiles import standard_tiles
+from tree_attention_jax.planning.strategies._common import make_tiling, profile_tile, seen_nodes
 from tree_attention_jax.planning.tiling import Tiling
 
 PROGRAMS_PER_SM = 2
 MIN_CHUNK_TOKENS = 128
+WIDEST_STEP = 128
 
 
 def cascade(problem: Problem) -> Tiling:
@@ -60,9 +60,8 @@ def cascade(problem: Problem) -> Tiling:
 def _row_tile(problem: Problem, rows: np.ndarray) -> TileClass:
     """FlashInfer's choice by the average of matrix rows, up to 16, up to 64, or more; with the widest step."""
     average = float(rows.mean()) * problem.group if len(rows) else 0.0
-    wanted = 16 if average <= 16 else 64 if average <= 64 else 128
-    tiles = standard_tiles(problem)
-    return min(tiles, key=lambda tile: (abs(tile.rows - wanted), -tile.block_kv))
+    rows_a_tile = 16 if average <= 16 else 64 if average <= 64 else 128
+    return profile_tile(problem, rows_a_tile, WIDEST_STEP)
 
 
 def _pages_a_chunk(problem: Problem, row_tiles: np.ndarray, pages: np.ndarray) -> int:

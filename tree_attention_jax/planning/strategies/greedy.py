@@ -28,9 +28,8 @@ import numpy as np
 
 from tree_attention_jax._arrays import ceil_div
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.strategies._common import make_tiling
+from tree_attention_jax.planning.strategies._common import make_tiling, profile_tile
 from tree_attention_jax.planning.strategies._pulling import Blocks, Pulling, blocks_of, decide
-from tree_attention_jax.planning.tiles import standard_tiles
 from tree_attention_jax.planning.tiling import Tiling
 
 # Matrix rows of the wide and of the narrow tile.
@@ -144,12 +143,8 @@ def _emit(problem: Problem, costs: CostModel, pulling: Pulling, splits: list[int
     # The split goes by the queries of the whole item, the tile by those of the part.
     split = np.where(pulling.staying[blocks.owner] <= costs.q_tiles[1], splits[1], splits[0])
     narrow = blocks.row_end - blocks.row_begin <= costs.q_tiles[1]
-    tiles = standard_tiles(problem)
     pair = tuple(
-        min(
-            tiles,
-            key=lambda t: (abs(t.rows - queries * min(problem.group, t.rows)), abs(t.block_kv - kv_tile)),
-        )
+        profile_tile(problem, queries * problem.group, kv_tile)
         for queries, kv_tile in zip(costs.q_tiles, costs.kv_tiles)
     )
     same = pair[0] == pair[1]

@@ -28,11 +28,14 @@ import numpy as np
 
 from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_ranges
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.strategies._common import make_tiling
+from tree_attention_jax.planning.strategies._common import make_tiling, profile_tile
 from tree_attention_jax.planning.strategies._pulling import Blocks, blocks_of, decide
 from tree_attention_jax.planning.strategies._runs import at_entry_borders, cut_runs, first_row_to_see, laid_end_to_end
+from tree_attention_jax.planning.tiles import choose
 from tree_attention_jax.planning.tiling import Tiling
 
+# PAT has eleven tiles, of 16, 32 and 64 rows; these are (rows, tokens a step), narrow to wide.
+TILES = ((16, 16), (16, 32), (64, 64))
 TILE_ROWS = 64
 TOKENS_A_PARTIAL = 4
 LONG = 5  # times the average: an item that long is cut
@@ -116,12 +119,16 @@ def _emit(problem: Problem, blocks: Blocks, offset: np.ndarray, block, begin, en
         row_begin = np.minimum(np.maximum(row_begin, seen), row_end)
     used = row_begin < row_end
     kept = np.repeat(used, np.diff(run_indptr))
+    row_begin, row_end = row_begin[used], row_end[used]
+    tiles = tuple(dict.fromkeys(profile_tile(problem, *shape) for shape in TILES))
     return make_tiling(
         problem,
-        row_begin=row_begin[used],
-        row_end=row_end[used],
+        row_begin=row_begin,
+        row_end=row_end,
         run_indptr=exclusive_cumsum(np.diff(run_indptr)[used]),
         node=node[kept],
         begin=run_begin[kept],
         end=run_end[kept],
+        kind=choose(row_end - row_begin, (end - begin)[used], tiles, problem.group),
+        tiles=tiles,
     )

@@ -10,20 +10,30 @@ keeps (`TreeState`), joined by `merge_states`.
 """
 
 from tree_attention_jax.search.loops.beam import BeamRules, beam_loop, beam_search
+from tree_attention_jax.search.loops.mcts import MctsRules, Searched, keep_paths, mcts_decode, mcts_loop
 from tree_attention_jax.search.loops.paths import forward_on_paths, path_attention
 from tree_attention_jax.search.loops.sampling import Rows, Sampling, first_tokens, sample_block, sample_tokens
+from tree_attention_jax.search.loops.speculation import Speculated, speculative_decode, speculative_loop
 from tree_attention_jax.search.loops.workspace import Workspace
 
 __all__ = [
     "BeamRules",
+    "MctsRules",
     "Rows",
     "Sampling",
+    "Searched",
+    "Speculated",
     "Workspace",
     "beam_loop",
     "beam_search",
     "first_tokens",
     "forward_on_paths",
+    "keep_paths",
+    "mcts_decode",
+    "mcts_loop",
     "path_attention",
     "sample_block",
     "sample_tokens",
+    "speculative_decode",
+    "speculative_loop",
 ]

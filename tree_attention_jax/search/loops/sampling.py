@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from tree_attention_jax.planning.plan import TreePlan
 
-__all__ = ["Rows", "Sampling", "first_tokens", "is_any_of", "sample_block", "sample_tokens"]
+__all__ = ["Rows", "Sampling", "first_tokens", "is_any_of", "sample_block", "sample_tokens", "scaled_log_probs"]
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,17 @@ def sample_tokens(
     if sampling.temperature == 0:
         chosen = jnp.argmax(log_probs, axis=-1)
     else:
-        scaled = _nucleus(jax.nn.log_softmax(log_probs / sampling.temperature, axis=-1), sampling.top_p)
+        scaled = scaled_log_probs(log_probs, sampling)
         keys = jax.vmap(lambda s, n: jax.random.fold_in(jax.random.fold_in(key, s), n))(sequences, generated)
         noise = jax.vmap(lambda k: jax.random.gumbel(k, scaled.shape[1:], jnp.float32))(keys)
         chosen = jnp.argmax(scaled + noise, axis=-1)
     chosen = chosen.astype(jnp.int32)
     return chosen, jnp.take_along_axis(log_probs, chosen[:, None], axis=1)[:, 0]
+
+
+def scaled_log_probs(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """What is sampled from, [..., V]; normalised, but for what `top_p` leaves out. Needs a temperature above 0."""
+    return _nucleus(jax.nn.log_softmax(logits.astype(jnp.float32) / sampling.temperature, axis=-1), sampling.top_p)
 
 
 def _nucleus(log_probs: jax.Array, top_p: float) -> jax.Array:
