@@ -113,7 +113,7 @@ def _pad(buffer_ref, outputs, program, grid, *, rows, shape):
         _store(outputs.out, outputs.lse, query, head, flat < end, zeros, nothing)
         return carry
 
-    lax.fori_loop(0, lax.div(jnp.maximum(shares - program, 0) + launch.grid - 1, launch.grid), share, 0)
+    lax.fori_loop(0, lax.div(jnp.maximum(shares - program, 0) + grid - 1, grid), share, 0)
 
 
 def _run_item(

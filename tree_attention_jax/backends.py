@@ -106,8 +106,8 @@ def _attend_triton(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, opti
     for pages in (k_pages, v_pages):
         if pages.dtype.itemsize == 1 and pages.size >= 2**31:
             raise NotImplementedError(
-                f"a one-byte pool of {pages.size} elements: Pallas computes its offsets in 32 bits; use 'xla', or pools "
-                f"below 2**31 elements"
+                f"a one-byte pool of {pages.size} elements: Pallas computes its offsets in 32 bits; use 'xla', or "
+                f"pools below 2**31 elements"
             )
     if q.shape[0] == 0:
         return jnp.zeros((0, shape.num_q_heads, shape.v_head_dim), q.dtype), jnp.zeros((0, shape.num_q_heads))
