@@ -1,4 +1,4 @@
-"""Whole decoding steps of a model with random weights, for each strategy of planning: steps a second, planning included.
+"""Whole decoding steps of a model with random weights, planning included, for each strategy of planning.
 
     python -m benchmarks.decode --workload bestof64 --model llama-3-8b --json out.json
     python -m benchmarks.decode --workload A --tiny          # seconds on a CPU, to see that it works
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.workload.split(","):
         for strategy in args.strategies.split(","):
             rows.append({"workload": name, "model": "tiny" if args.tiny else args.model, "strategy": strategy})
-            rows[-1] |= _measure(_workload(name, args), model, strategy, args)
+            rows[-1] |= _measure(*_workload(name, args), model, strategy, args)
             print(json.dumps(rows[-1]), flush=True)
             if args.json:
                 report = {"environment": harness.environment(), "page_size": PAGE_SIZE, "rows": rows}
@@ -68,13 +68,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _workload(name: str, args: argparse.Namespace) -> tuple[Forest, Callable[[TreeDecoder, np.ndarray], int]]:
-    """The prompts, and what to do below them: f(decoder, leaves) -> steps."""
+def _workload(name: str, args: argparse.Namespace) -> tuple[Forest, Callable[[TreeDecoder, np.ndarray], int], int]:
+    """The prompts; what to do below them, f(decoder, leaves) -> steps; and the pages that takes at most."""
     if name == "tot":
         trace = thoughts(args.trace)
         if args.tiny:
             trace = [[parent, max(1, tokens // 100), max(1, -(-start // 100))] for parent, tokens, start in trace]
-        return Forest((1,), (trace[0][1],)), partial(_replay, trace=trace, most_steps=4 * args.new_tokens)
+        pages = sum(-(-tokens // PAGE_SIZE) + 1 for _, tokens, _ in trace)
+        return Forest((1,), (trace[0][1],)), partial(_replay, trace=trace, most_steps=4 * args.new_tokens), pages
     if name == "draft":
         forest = Forest((1,), (4000,))
         rounds = max(1, args.new_tokens // 3)
@@ -86,15 +87,16 @@ def _workload(name: str, args: argparse.Namespace) -> tuple[Forest, Callable[[Tr
         decode = partial(_generate, new_tokens=args.new_tokens, horizon=args.horizon)
     else:
         raise SystemExit(f"--workload is {name!r}: known are {', '.join([*WORKLOADS, 'tot', 'draft'])}")
-    return (scaled(forest) if args.tiny else forest), decode
+    forest = scaled(forest) if args.tiny else forest
+    grown = args.new_tokens + 2 * args.horizon + args.draft
+    return forest, decode, forest.sequences * (-(-grown // PAGE_SIZE) + 2)
 
 
-def _measure(workload: tuple, model: Llama, strategy: str, args: argparse.Namespace) -> dict[str, Any]:
-    forest, decode = workload
-    sequences = forest.sequences if args.workload != "tot" else 64
-    grown = sequences * (args.new_tokens + 2 * args.horizon + args.draft)
-    num_pages = -(-(forest.total_tokens + grown) // PAGE_SIZE) + 4 * sequences
-    decoder = TreeDecoder(model, num_pages, PAGE_SIZE, strategy=strategy, implementation=args.implementation)
+def _measure(
+    forest: Forest, decode: Callable, pages: int, model: Llama, strategy: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    pages += sum(n * (-(-tokens // PAGE_SIZE) + 1) for n, tokens in zip(forest.nodes, forest.tokens))
+    decoder = TreeDecoder(model, pages, PAGE_SIZE, strategy=strategy, implementation=args.implementation)
     for _ in range(2):
         leaves = forest.build(decoder.tree)
         decoder.statistics.clear()
@@ -105,6 +107,7 @@ def _measure(workload: tuple, model: Llama, strategy: str, args: argparse.Namesp
         attention = _attention_seconds(decoder, args.implementation)
         decoder.tree.prune(decoder.tree.leaves())
     total = StepStatistics.total(decoder.statistics)
+    attention = _share(attention, seconds / steps)
     return {
         "sequences": forest.sequences,
         "prompt_tokens": forest.total_tokens,
@@ -115,7 +118,7 @@ def _measure(workload: tuple, model: Llama, strategy: str, args: argparse.Namesp
         "plan_ms_per_step": round(1e3 * total.plan_seconds / steps, 4),
         "device_ms_per_step": round(1e3 * total.device_seconds / steps, 4),
         "device_idle_share": round(max(0.0, 1 - total.device_seconds / seconds), 4),
-        "attention_share": round(attention * steps / seconds, 4),
+        "attention_share": attention,
         "kv_gb_read": round(total.kv_bytes_read / 1e9, 4),
         "kv_gb_saved": round(total.kv_bytes_saved / 1e9, 4),
     }
@@ -149,11 +152,15 @@ def _replay(decoder: TreeDecoder, leaves: np.ndarray, *, trace: list, most_steps
     return steps
 
 
-def _attention_seconds(decoder: TreeDecoder, implementation: str | None) -> float:
-    """Attention alone over all layers, with the tree as it is at the end, called back to back."""
+def _share(part: float | None, whole: float) -> float | None:
+    return None if part is None else round(part / whole, 4)
+
+
+def _attention_seconds(decoder: TreeDecoder, implementation: str | None) -> float | None:
+    """Attention alone over all layers, with the tree as it is at the end, called back to back; None without queries."""
     tree = decoder.tree.snapshot()
     if not tree.num_queries:
-        return 0.0
+        return None
     plan, config = decoder.plan(tree), decoder.model.config
     q = jnp.ones((plan.query_capacity, config.num_q_heads, config.head_dim), decoder.model.dtype)
     attend = partial(ta.tree_attention, implementation=implementation)

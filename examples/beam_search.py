@@ -1,8 +1,8 @@
 """Beam search, by the host or wholly on the device, over one prompt that is prefilled once.
 
-    python examples/beam_search.py --width 4 --steps 24
-    python examples/beam_search.py --on-device        # re-parenting is device data: one program, no host in it
-    python examples/beam_search.py --random           # a tiny random model, nothing to download
+python examples/beam_search.py --width 4 --steps 24
+python examples/beam_search.py --on-device        # re-parenting is device data: one program, no host in it
+python examples/beam_search.py --random           # a tiny random model, nothing to download
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Best of n: sample n answers to one prompt in blocks that run on the device, keep the likeliest one.
 
-    python examples/best_of_n.py -n 16 --steps 32 --horizon 16
-    python examples/best_of_n.py --random             # a tiny random model, nothing to download
+python examples/best_of_n.py -n 16 --steps 32 --horizon 16
+python examples/best_of_n.py --random             # a tiny random model, nothing to download
 """
 
 from __future__ import annotations

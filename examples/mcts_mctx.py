@@ -54,8 +54,10 @@ def demonstrate(args: argparse.Namespace, model: Llama, tokenizer: Any) -> None:
         seed=args.seed,
     )
     [greedy] = decoder.generate([leaf], logits, args.steps, sampling=Sampling(temperature=0.0), eos=eos, horizon=1)
-    notes = [(x.tokens, f"{name}, {counts[x.tokens].sum():.0f} x {args.letter!r}") for name, x in
-             (("greedy", greedy), ("search", found))]
+    notes = [
+        (x.tokens, f"{name}, {counts[x.tokens].sum():.0f} x {args.letter!r}")
+        for name, x in (("greedy", greedy), ("search", found))
+    ]
     common.show_sequences(f"without the letter {args.letter!r}, after {len(prompt)} tokens", tokenizer, notes)
     common.console.print(
         f"{args.steps} searches of {args.simulations} simulations, {args.actions} actions; "

@@ -175,7 +175,7 @@ def test_the_next_block_is_planned_before_the_last_one_is_read(monkeypatch):
         monkeypatch.setattr(generation._Run, name, traced)
     decoder = make_decoder()
     leaf, logits = decoder.prefill(PROMPT)
-    decoder.generate([leaf], logits, 10, sampling=Sampling(0.0), horizon=3)
+    decoder.generate([leaf], logits, 13, sampling=Sampling(0.0), horizon=4)
     assert events == ["dispatch", "dispatch", "land", "dispatch", "land", "nothing", "land"]
 
 
@@ -214,16 +214,16 @@ def test_statistics_count_shared_bytes_once():
     decoder = make_decoder(on_step=seen.append)
     leaf, logits = decoder.prefill(PROMPT)
     leaves = decoder.tree.fork(leaf, 3)
-    decoder.generate(leaves, logits, 4, horizon=3)
+    decoder.generate(leaves, logits, 5, sampling=Sampling(0.0), horizon=4)
     assert seen == decoder.statistics
     width = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
     block = seen[1]
-    assert (block.steps, block.queries) == (3, 9)
-    assert block.kv_bytes_read == sum(11 + 3 * step for step in (1, 2, 3)) * width
-    assert block.kv_bytes_saved == 3 * 2 * 11 * width
+    assert (block.steps, block.queries) == (4, 12)
+    assert block.kv_bytes_read == sum(11 + 3 * step for step in (1, 2, 3, 4)) * width
+    assert block.kv_bytes_saved == 4 * 2 * 11 * width
     assert block.device_seconds > 0
     total = StepStatistics.total(seen)
-    assert (total.steps, total.queries) == (4, 11 + 9)
+    assert (total.steps, total.queries) == (5, 11 + 12)
 
 
 def test_an_aborted_prefill_leaves_nothing_behind(monkeypatch):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.importorskip("flax")
 
-from decoding import PAGE_SIZE, make_decoder, tiny_model
+from decoding import PAGE_SIZE, dense_log_probs, make_decoder, tiny_model
 
 import tree_attention_jax as ta
 from tree_attention_jax.search import BeamSearch
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("compile_unoptimised")
 PROMPT = [5, 1, 7, 7, 2, 9, 3, 3, 1, 0, 4]
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
 def test_path_attention_is_the_oracle_over_the_listed_slots(heads):
     rng = np.random.default_rng(0)
     lengths = np.array([0, 1, 5, 7, 3], np.int32)
@@ -27,7 +28,7 @@ def test_path_attention_is_the_oracle_over_the_listed_slots(heads):
     k, v = (rng.normal(size=(40, heads[1], d)).astype(np.float32) for d in (16, 24))
     unseen = np.setdiff1d(np.arange(40), np.concatenate([s[:n] for s, n in zip(slots, lengths)]))
     k[unseen], v[unseen] = np.nan, np.inf
-    out, lse = path_attention(*map(jnp.asarray, (q, k, v, slots, lengths)))
+    out, lse = jax.jit(path_attention)(*map(jnp.asarray, (q, k, v, slots, lengths)))
     assert lse.dtype == jnp.float32
     assert (np.asarray(out[0]) == 0).all()
     assert (np.asarray(lse[0]) == -np.inf).all()
@@ -51,7 +52,6 @@ def test_path_attention_names_what_does_not_fit():
 
 CASES = {
     "one token": dict(width=3, max_length=1),
-    "no eos": dict(width=3, max_length=6),
     "eos": dict(width=4, max_length=9, eos=[7, 2, 5], length_penalty=0.7),
     "early stop": dict(width=3, max_length=9, eos=[7, 2, 5, 0], early_stop=True),
 }
@@ -89,19 +89,19 @@ def test_a_workspace_below_several_prompts():
         slots = jnp.asarray(space.slots)
         nothing = jnp.zeros((4, 1), jnp.int32), jnp.zeros(4, jnp.int32)
         pages = decoder.k_pages, decoder.v_pages
-        _, *pages = forward_on_paths(
+        forward = jax.jit(forward_on_paths)
+        _, *pages = forward(
             tiny_model(), *pages, space.plan, tokens, jnp.asarray(space.prompt_lengths), slots[:4], *nothing
         )
         above = slots[:4, None], jnp.ones(4, jnp.int32)
-        logits, decoder.k_pages, decoder.v_pages = forward_on_paths(
+        logits, decoder.k_pages, decoder.v_pages = forward(
             tiny_model(), *pages, space.plan, more, jnp.asarray(space.prompt_lengths) + 1, slots[4:8], *above
         )
     assert decoder.tree.pool.num_free == free
     for row, leaf in enumerate([b, other, a, b]):
         one = decoder.tree.tokens(int(leaf)).tolist() + [int(tokens[row]), int(more[row])]
-        alone = make_decoder()
-        wanted = alone.prefill(one)[1]
-        np.testing.assert_allclose(logits[row], wanted, rtol=0, atol=2e-4)
+        wanted = dense_log_probs(tiny_model(), one)[-1]
+        np.testing.assert_allclose(jax.nn.log_softmax(logits[row]), wanted, rtol=0, atol=2e-4)
     with pytest.raises(ValueError, match=r"leaves\[1\] is 12345, which is not live"):
         Workspace.below(decoder, [a, 12345], 4)
     with pytest.raises(ta.cache.OutOfPages):

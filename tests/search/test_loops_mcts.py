@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("flax")
-mctx = pytest.importorskip("mctx")
+pytest.importorskip("mctx")
 
+import mctx
 from decoding import TINY, greedy, make_decoder, tiny_model
 
 from tree_attention_jax.models import dense_forward
@@ -97,7 +98,7 @@ def twin(rules, seed):
     return found
 
 
-@pytest.mark.parametrize("policy", ["gumbel", "muzero"])
+@pytest.mark.parametrize("policy", ["gumbel", pytest.param("muzero", marks=pytest.mark.slow)])
 def test_the_search_is_the_one_over_dense_attention(policy):
     rules = replace(RULES, policy=policy)
     decoder = make_decoder(num_pages=32)
@@ -123,18 +124,19 @@ def test_the_search_finds_better_sequences_than_greedy_decoding():
 
 
 def test_keep_paths_frees_the_rest():
+    grow = jax.jit(append)
     state = TreeState.create(8)
-    state, a = append(state, jnp.array([-1, -1]), jnp.array([1, 2]))
-    state, b = append(state, a, jnp.array([3, 4]))
-    state, c = append(state, a[:1], jnp.array([5]))  # a second child, unknown to its parent's count
-    kept = keep_paths(state, jnp.array([int(c[0]), -1]))
+    state, a = grow(state, jnp.array([-1, -1]), jnp.array([1, 2]))
+    state, b = grow(state, a, jnp.array([3, 4]))
+    state, c = grow(state, a[:1], jnp.array([5]))  # a second child, unknown to its parent's count
+    kept = jax.jit(keep_paths)(state, jnp.array([int(c[0]), -1]))
     assert int(kept.num_free) == 6
-    tokens, lengths = path_tokens(kept, c, 4)
+    tokens, lengths = jax.jit(path_tokens, static_argnums=2)(kept, c, 4)
     assert (tokens[0, :2].tolist(), int(lengths[0])) == ([1, 5], 2)
     assert int(kept.refs[a[0]]) == int(kept.refs[c[0]]) == 1
     freed = {int(x) for x in (a[1], b[0], b[1])}
     assert freed < set(np.asarray(kept.free[: int(kept.num_free)]).tolist())
-    empty, _ = fork(kept, c, jnp.zeros(0, jnp.int32))
+    empty, _ = jax.jit(fork)(kept, c, jnp.zeros(0, jnp.int32))
     assert int(empty.num_free) == 8
 
 

@@ -55,19 +55,9 @@ def test_tokens_are_the_greedy_ones(eos, max_new_tokens):
     stops = [i for i, token in enumerate(wanted) if token in eos]
     wanted = wanted[: stops[0] + 1] if stops else wanted
     assert found.tokens.tolist() == wanted
-    assert found.rounds <= max(1, len(wanted) - 1)
+    assert found.rounds < len(wanted) - 1  # the tiny model repeats itself, so some of a draft is right
     assert decoder.tree.pool.num_free == free
     assert decoder.tree.tokens(leaf).tolist() == PROMPT
-
-
-def test_a_repetitive_continuation_takes_few_rounds():
-    """Where the model repeats itself, most of a draft is right. The tiny model's greedy continuation does so."""
-    decoder = make_decoder()
-    leaf, logits = decoder.prefill(PROMPT)
-    found = speculative_decode(decoder, leaf, logits, 30, draft_length=4)
-    wanted = greedy(tiny_model(), PROMPT, 30)
-    assert found.tokens.tolist() == wanted
-    assert found.rounds < 29
 
 
 def test_sampled_acceptance_has_the_targets_distribution():

@@ -21,7 +21,7 @@ MAX_EXPOSED_US = 60.0
 
 
 # A masked step waits for the intervals too, before it can weigh what it loaded.
-MASKED_LATENCY = 1.5
+MASKED_LATENCY = 1.25
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Shape:
     step_us: float
     masked_step_us: float
     latency_us: float  # of one step, seen by one program
+    step_bytes: float  # K and V of a step, all heads
     slots: int  # programs the GPU runs at once
 
     @property
@@ -51,6 +52,7 @@ def shapes_for(problem: Problem) -> list[Shape]:
     """The profile's shapes; costs grow with the head dim, and a group never spans more tiles than it must."""
     unit = entry_unit(problem)
     scale = (problem.head_dim + problem.v_head_dim) / 256
+    token_bytes = float((problem.head_dim + problem.v_head_dim) * problem.itemsize * problem.num_kv_heads)
 
     def shape(cost: TileCost) -> Shape:
         tile = fitted(problem, cost, unit)
@@ -65,6 +67,7 @@ def shapes_for(problem: Problem) -> list[Shape]:
             step_us=cost.step_us * per_step,
             masked_step_us=cost.masked_step_us * per_step,
             latency_us=cost.latency_us * per_step,
+            step_bytes=token_bytes * tile.block_kv,
         )
 
     shapes = {shape(cost) for cost in problem.profile.tiles}
@@ -91,5 +94,6 @@ def launch_time(
     waves = max(1.0, programs / shape.slots)
     average = steps / max(items, 1.0) * shape.latency_us
     latency = max(longest * shape.latency_us, average * waves) * (MASKED_LATENCY if masked else 1.0)
+    reread = steps * shape.step_bytes / profile.l2_bytes_per_us
     exposed = min(OVERLAP * min(work, memory), MAX_EXPOSED_US)
-    return profile.launch_us + max(max(work, memory) + exposed, latency)
+    return profile.launch_us + max(max(work, memory) + exposed, latency, reread)

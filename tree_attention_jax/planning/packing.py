@@ -12,7 +12,7 @@ from tree_attention_jax.planning.buckets import Buckets
 from tree_attention_jax.planning.growth import ENTRIES, growth_records
 from tree_attention_jax.planning.lowering import Items
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.tiles import grid_programs
+from tree_attention_jax.planning.tiles import resident_programs
 
 # Partials merged at a time: most queries have a few; of a long split context there are many.
 FEW_PARTIALS, MANY_PARTIALS = 4, 16
@@ -122,7 +122,7 @@ def _places(problem: Problem, items: Items, capacity: Buckets) -> _Places:
     for tile in items.tiles:
         head_tiles = -(-problem.group // tile.heads_per_tile(problem.group))
         programs = capacity.items * problem.num_kv_heads * head_tiles
-        grid = min(programs, problem.profile.num_sms * grid_programs(tile))
+        grid = min(programs, problem.profile.num_sms * resident_programs(problem, tile))
         launches.append(lo.Launch(tile, grid, capacity.items, cursor))
         cursor += capacity.items * lo.ITEM_SIZE
     reduce_at = cursor + 3 * capacity.queries

@@ -42,6 +42,7 @@ class GpuProfile:
         source: "measured" (by ``benchmarks/calibrate.py``, with versions and date) or "scaled" (from datasheets).
         num_sms: streaming multiprocessors.
         bytes_per_us: device memory rate that the kernels reach.
+        l2_bytes_per_us: rate at which many programs read K/V that others have read: the L2.
         partial_bytes_per_us: rate at which partials are written, and read again by the reduction.
         launch_us: time that one more launch costs, beside its work.
         tiles: tile shapes to choose from, narrow to wide.
@@ -51,6 +52,7 @@ class GpuProfile:
     source: str
     num_sms: int
     bytes_per_us: float
+    l2_bytes_per_us: float
     partial_bytes_per_us: float
     launch_us: float
     tiles: tuple[TileCost, ...]

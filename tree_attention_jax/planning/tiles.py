@@ -18,12 +18,11 @@ PROFILE_TOKEN_BYTES = 512
 # Shared memory that the K and V stages of one program may take anyhow: two programs fit on an SM.
 MAX_STAGE_BYTES = 100_000
 SHARED_BYTES_PER_SM = 227 * 1024
-WARPS_STARTED_PER_SM = 16
+SCRATCH_BYTES = 4096
 REGISTERS_PER_SM = 65536
 MAX_REGISTERS = 255
-MAX_PROGRAMS_PER_SM = 32
-# Registers a thread needs beside its accumulator: query rows, logits, addresses. From the compiled kernels' occupancy.
-OTHER_REGISTERS = 110
+# Registers a thread needs beside its accumulator: query rows, logits, addresses. Seen in how many programs run at once.
+OTHER_REGISTERS = 190
 # Bytes of float32 accumulator a thread can hold before it spills.
 MAX_ACCUMULATOR_BYTES = 512
 
@@ -52,21 +51,17 @@ def fitted(problem: Problem, cost: TileCost, unit: int) -> TileClass:
 
 
 def resident_programs(problem: Problem, tile: TileClass) -> int:
-    """Programs of a tile class that an SM runs at once: what shared memory and registers leave room for."""
+    """Programs of a tile class that an SM runs at once: what shared memory and registers leave room for.
+
+    A launch starts as many, and they share its items: fewer would leave SMs idle, and a few more would run after the
+    others, alone.
+    """
     token_bytes = (_padded(problem.head_dim) + _padded(problem.v_head_dim)) * problem.itemsize
-    shared = SHARED_BYTES_PER_SM // (token_bytes * tile.block_kv * tile.stages)
+    # Triton keeps one stage less than it pipelines in shared memory.
+    shared = SHARED_BYTES_PER_SM // (token_bytes * tile.block_kv * (tile.stages - 1) + SCRATCH_BYTES)
     accumulator = tile.rows * _padded(problem.v_head_dim) // (32 * tile.warps)
     registers = REGISTERS_PER_SM // (32 * tile.warps * min(accumulator + OTHER_REGISTERS, MAX_REGISTERS))
-    return max(1, min(shared, registers, MAX_PROGRAMS_PER_SM))
-
-
-def grid_programs(tile: TileClass) -> int:
-    """Programs an SM that a launch starts at most, to share the items among them.
-
-    About twice what is resident at once: the hardware still hands programs to whichever SM is free first, and a grid of
-    exactly the residents would fall into whole waves.
-    """
-    return max(1, WARPS_STARTED_PER_SM // tile.warps)
+    return max(1, min(shared, registers))
 
 
 def _padded(width: int) -> int:

@@ -1,11 +1,11 @@
 """A model, its paged K/V and the live trees over it: what a search loop on the host drives.
 
-    decoder = TreeDecoder(model, num_pages=512)
-    leaf, logits = decoder.prefill(prompt)
-    [found] = decoder.search([leaf], logits, [BeamSearch(width=4, max_length=32, eos=2)])
+decoder = TreeDecoder(model, num_pages=512)
+leaf, logits = decoder.prefill(prompt)
+[found] = decoder.search([leaf], logits, [BeamSearch(width=4, max_length=32, eos=2)])
 
-    leaves = decoder.tree.fork(leaf, 64)                 # or: sample 64 continuations, in blocks of 16 steps that
-    decoder.generate(leaves, logits, 256, horizon=16)    # run on the device while the host plans the next block
+leaves = decoder.tree.fork(leaf, 64)                 # or: sample 64 continuations, in blocks of 16 steps that
+decoder.generate(leaves, logits, 256, horizon=16)    # run on the device while the host plans the next block
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class TreeDecoder:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
         self.model, self.page_size, self.prefill_chunk = model, page_size, prefill_chunk
         self.strategy, self.on_step = strategy, on_step
-        self.implementation = implementation if implementation is None or isinstance(implementation, str) else (
-            tuple(implementation)
+        self.implementation = (
+            implementation if implementation is None or isinstance(implementation, str) else (tuple(implementation))
         )
         pool = PagePool(num_pages)
         cache = RadixCache(pool, page_size) if prefix_cache else None
@@ -250,7 +250,7 @@ class TreeDecoder:
         return max(1, self.prefill_chunk // int((longest > 0).sum()))
 
     def _dispatch(self, plan: TreePlan, tokens: np.ndarray, rows: np.ndarray) -> jax.Array:
-        """Starts a call of the model. As many tokens as the plan's bucket and a power of two of rows, for few shapes."""
+        """Starts a call of the model: as many tokens as the plan's bucket, a power of two of rows, for few shapes."""
         token_ids = np.zeros(plan.query_capacity, np.int32)
         token_ids[: tokens.size] = tokens
         logit_rows = np.zeros(1 << max(0, int(rows.size) - 1).bit_length(), np.int32)

@@ -85,6 +85,8 @@ class _Costs:
             work += tiles * np.float32(shape.item_us + 0.5 * shape.step_us)
             work *= np.float32(shape.programs)
             np.add(np.maximum(work, memory), np.float32(OVERLAP) * np.minimum(work, memory), out=time[index])
+            reread = walked[index] * np.float32(width / problem.profile.l2_bytes_per_us)
+            np.maximum(time[index], reread, out=time[index])
         partial_bytes = 8.0 * problem.num_q_heads * problem.v_head_dim
         partial = levels.rows * np.float32(partial_bytes / problem.profile.partial_bytes_per_us)
         return _Costs(time, walked, memory, partial)
