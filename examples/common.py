@@ -15,7 +15,7 @@ from tree_attention_jax.models import Llama, LlamaConfig
 from tree_attention_jax.search import StepStatistics, TreeDecoder
 
 PAGE_SIZE = 16
-RANDOM_CONFIG = LlamaConfig(128, 128, 384, num_layers=2, num_q_heads=6, num_kv_heads=2, head_dim=64)
+RANDOM_CONFIG = LlamaConfig(128, 128, 384, num_layers=1, num_q_heads=6, num_kv_heads=2, head_dim=64)
 console = Console()
 
 

@@ -32,13 +32,14 @@ Sorted: 0 1 5 6 8
 
 
 def judge(digits: str, text: str) -> float:
-    """Digits of an answer that are right before the first wrong one, minus those after, for text so far."""
+    """Digits of an answer that are right before the first wrong one, minus those after; one less if it ends early."""
     wanted = sorted(digits.replace(" ", ""))
     got = [character for character in text.split("\n")[0] if character.isdigit()]
     right = 0
     while right < min(len(got), len(wanted)) and got[right] == wanted[right]:
         right += 1
-    return right - (len(got) - right)
+    ended_early = "\n" in text and right < len(wanted)
+    return right - (len(got) - right) - ended_early
 
 
 def demonstrate(args: argparse.Namespace, model: Llama, tokenizer: Any) -> None:

@@ -53,7 +53,7 @@ def lower_attention(tree, heads: Heads, dtype, options: Options, kv_dtype=None, 
         Shape((1280 // page_size, page_size, heads.kv, heads.dim), kv_dtype),
         Shape((1280 // page_size, page_size, heads.kv, heads.value_dim), kv_dtype),
         Shape(plan.buffer.shape, jnp.int32),
-        Shape((heads.q,), jnp.float32) if options.alibi else None,
+        Shape((2, heads.q), jnp.float32) if options.uses_heads else None,
     )
     # One call a launch; the reduction has a module of its own.
     assert text.count("tree_partial") >= len(plan.shape.launches)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("compile_unoptimised")
 
 def test_tiny_run_writes_its_rows(tmp_path, capsys):
     path = tmp_path / "out.json"
-    options = ["--tiny", "--new-tokens", "3", "--horizon", "2", "--strategies", "per_query", "--json", str(path)]
+    options = ["--tiny", "--new-tokens", "3", "--horizon", "1", "--strategies", "per_query", "--json", str(path)]
     assert decode.main(["--workload", "C,draft", *options]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [(row["workload"], row["strategy"]) for row in rows] == [("C", "per_query"), ("draft", "per_query")]
