@@ -37,7 +37,7 @@ def append(
     return k_cache, v_cache
 
 
-def _kernel(slots_ref, k_new_ref, v_new_ref, _, __, k_ref, v_ref):
+def _kernel(slots_ref, k_new_ref, v_new_ref, _k, _v, k_ref, v_ref):
     query, head = pl.program_id(0), pl.program_id(1)
     slot = slots_ref[query]
 

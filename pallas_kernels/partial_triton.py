@@ -43,7 +43,7 @@ def partial_attention(
     ``state`` None (the first launch): outputs start uninitialised; every row a reader looks at gets written.
     """
     launch = shape.launches[index]
-    outputs = AttentionState(
+    outputs = (
         jax.ShapeDtypeStruct((q.shape[0], shape.num_q_heads, shape.v_head_dim), q.dtype),
         jax.ShapeDtypeStruct((q.shape[0], shape.num_q_heads), jnp.float32),
         jax.ShapeDtypeStruct((max(shape.partial_rows, 1), shape.num_q_heads, shape.v_head_dim), jnp.float32),
@@ -55,7 +55,7 @@ def partial_attention(
     # The interpreter runs program after program, so few programs with many items each are faster there.
     grid = min(launch.grid, INTERPRETED_PROGRAMS) if interpret else launch.grid
     kernel = functools.partial(_kernel, grid=grid, index=index, shape=shape, options=options, exp2=exp2)
-    return pl.pallas_call(
+    results = pl.pallas_call(
         kernel,
         grid=(grid,),
         out_shape=outputs,
@@ -64,6 +64,7 @@ def partial_attention(
         interpret=interpret,
         name=f"tree_partial_{launch.tile.name()}",
     )(*operands, *(state or ()))
+    return AttentionState(*results)
 
 
 def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, grid, index, shape, options, exp2):
@@ -169,6 +170,8 @@ def _run_item(
         else:
             seen = jnp.broadcast_to(filled[None, :], logits.shape)
         if options.sliding_window is not None:
+            assert position is not None
+            assert token_position is not None
             seen &= inside_window(options, position, token_position)
         logits = jnp.where(seen, logits, -jnp.inf)
         new_peak = jnp.maximum(peak, logits.max(axis=1))

@@ -78,6 +78,7 @@ def _run_chunk(q, k, v, buffer, per_head, items, exists, state, *, launch, shape
         values = jnp.where((seen.any(1))[:, :, None, None], v[slot].astype(jnp.float32), 0)
         dot = jnp.einsum("cnhgd,cthd->chngt", tile_q, keys, precision=lax.Precision.HIGHEST)
         if options.scaled_keys:
+            assert key_factor is not None
             dot = dot * key_factor
         query_position = position[:, None, :, None, None]
         token_position = token_position[:, None, None, None, :]

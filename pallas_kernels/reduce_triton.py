@@ -45,7 +45,7 @@ def reduce_partials(
     return state._replace(out=out, lse=lse)
 
 
-def _kernel(buffer_ref, partial_out_ref, partial_lse_ref, _, __, out_ref, lse_ref, *, heads, shape):
+def _kernel(buffer_ref, partial_out_ref, partial_lse_ref, _out, _lse, out_ref, lse_ref, *, heads, shape):
     query = pl.program_id(0)
     begin = buffer_ref[shape.reduce_at + query]
     count = buffer_ref[shape.reduce_at + query + 1] - begin

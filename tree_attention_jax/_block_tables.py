@@ -43,11 +43,11 @@ def tree_arrays_from_block_tables(block_tables: Any, kv_lens: Any, q_lens: Any, 
         first_slot.append(0 if empty else span.begin % page_size)
         first_page = span.begin // page_size
         pages.append(tables[span.sequence, first_page : first_page if empty else ceil_div(span.end, page_size)])
-    parent = np.array(parent, np.int64)
-    _check_batch_order(parent, [owner[index] for index in order])
+    parents = np.array(parent, np.int64)
+    _check_batch_order(parents, [owner[index] for index in order])
     indptr = exclusive_cumsum(np.array([len(p) for p in pages], np.int64))
     indices = np.concatenate(pages) if pages else np.zeros(0, np.int32)
-    return parent, np.array(kv_len, np.int64), np.array(new, np.int64), indptr, indices, np.array(first_slot, np.int64)
+    return parents, np.array(kv_len, np.int64), np.array(new, np.int64), indptr, indices, np.array(first_slot, np.int64)
 
 
 def _validated(block_tables: Any, kv_lens: Any, q_lens: Any, page_size: int):

@@ -49,7 +49,8 @@ def dense_tree_attention(
     lse = np.full(q.shape[:2], -np.inf)
     query = 0
     for node in range(tree.num_nodes):
-        path, above = [], tree.parent[node]
+        path: list[np.ndarray] = []
+        above = tree.parent[node]
         while above >= 0:
             path.insert(0, slots[above])
             above = tree.parent[above]

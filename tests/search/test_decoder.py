@@ -146,14 +146,14 @@ def test_leaves_go_on_after_a_block():
     decoder = make_decoder()
     leaf, logits = decoder.prefill(PROMPT)
     leaves = decoder.tree.fork(leaf, 3)
-    decoder.generate(leaves, logits, 7, sampling=Sampling(1.5), eos=7, horizon=4, seed=1)
+    decoder.generate(leaves, logits, 18, sampling=Sampling(1.3), eos=(7, 3), horizon=16, seed=1)
     logits = decoder.forward(leaves)
     leaves = decoder.tree.branch(leaves, [2, 0, 2, 1])
     for one, row in zip(leaves, np.asarray(logits)[[2, 0, 2, 1]]):
         tokens = decoder.tree.tokens(int(one))
         wanted = dense_log_probs(tiny_model(), tokens)[-1]
         np.testing.assert_allclose(jax.nn.log_softmax(row), wanted, rtol=0, atol=2e-4)
-    again = decoder.generate(leaves, logits[jnp.array([2, 0, 2, 1])], 5, sampling=Sampling(0.0), horizon=4)
+    again = decoder.generate(leaves, logits[jnp.array([2, 0, 2, 1])], 5, sampling=Sampling(0.0), horizon=1)
     assert again[0].tokens.tolist() == again[2].tokens.tolist()
     tokens = decoder.tree.tokens(int(leaves[1]))
     assert tokens[-5:].tolist() == greedy(tiny_model(), tokens[:-5].tolist(), 5)

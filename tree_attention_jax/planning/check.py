@@ -7,6 +7,8 @@ tile the visible one. That is a sort over (token, interval) pairs, linear in tok
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pallas_kernels import layout as lo
@@ -58,7 +60,7 @@ def _require(good: np.ndarray, describe) -> None:
         raise AssertionError(describe(int(np.argmin(good))))
 
 
-def _name(tree: TokenTree, token: int) -> str:
+def _name(tree: TokenTree, token: Any) -> str:
     begin = np.cumsum(tree.kv_len) - tree.kv_len
     node = int(np.searchsorted(np.cumsum(tree.kv_len), token, side="right"))
     return f"{token - begin[node]} of node {node}"
