@@ -9,13 +9,28 @@ import pytest
 QUICK = {"core", "planning", "kernels", "cases"}
 
 
+# Parameters that often leave the compiled program as it is.
+SAME_PROGRAM = {"strategy", "sharing"}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in QUICK:
+            item.add_marker(pytest.mark.xdist_group(_programs_of(item)))
     if jax.default_backend() == "gpu":
         return
     without_gpu = [item for item in items if item.get_closest_marker("gpu") is None]
     if len(without_gpu) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = without_gpu
+
+
+def _programs_of(item: pytest.Item) -> str:
+    """Equal for tests that may share programs: ``--dist loadgroup`` then keeps them in one process."""
+    varied = getattr(item, "callspec", None)
+    rest = [] if varied is None else [f"{name}{i}" for name, i in varied.indices.items() if name not in SAME_PROGRAM]
+    return "-".join([item.path.stem, getattr(item, "originalname", item.name), *rest])
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +40,10 @@ def compile_quickly(request: pytest.FixtureRequest):
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Modules share hardly any programs, and thousands of them fill the memory of a laptop."""
+    yield
+    jax.clear_caches()
