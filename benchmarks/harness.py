@@ -5,8 +5,12 @@ from __future__ import annotations
 import datetime
 import platform
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -80,30 +84,72 @@ def over_layers(attend: Callable) -> Callable:
 
 def kernel_times(call: Callable, args: tuple, layers: int, repeats: int = 3) -> dict[str, float]:
     """Microseconds of GPU time a layer by kernel name, median over ``repeats``, from CUPTI."""
+    return kernel_times_of(lambda: call(*args), jax.block_until_ready, layers, repeats)
+
+
+def kernel_times_of(
+    run: Callable[[], Any], wait: Callable[[Any], Any], layers: int, repeats: int = 3
+) -> dict[str, float]:
+    """The same of any program on this process's GPU, PyTorch's too: CUPTI sees all kernels, whoever launched them.
+
+    It takes one client a process, and this is JAX's own: do not profile with PyTorch beside it.
+    """
     from jax.experimental.mosaic.gpu import profiler
 
-    _, runs = profiler.measure(call, aggregate=False, iterations=repeats)(*args)
+    if profiler.mosaic_gpu_lib is None:
+        raise RuntimeError("this jaxlib has no CUPTI: kernel times need an NVIDIA GPU")
+    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    wait(run())  # compiles, and warms up
+    cupti._cupti_init()
+    try:
+        for _ in range(repeats):
+            wait(run())
+    finally:
+        events = cupti._cupti_get_timings(True)
+    if not events:
+        raise RuntimeError("CUPTI saw no kernel: is there a GPU?")
+    return _median_run(events, layers, repeats)
+
+
+def _median_run(events: list[tuple[str, float]], layers: int, repeats: int) -> dict[str, float]:
+    """Times of the median run by kernel name. Runs that launched unlike numbers of kernels are averaged."""
+    runs = 1 if len(events) % repeats else repeats
+    size = len(events) // runs
     samples: list[dict[str, float]] = []
-    for events in [runs] if repeats == 1 else runs:
+    for i in range(runs):
         by_name: dict[str, float] = {}
-        for name, milliseconds in events:
-            by_name[name] = by_name.get(name, 0.0) + milliseconds * 1e3 / layers
+        for name, milliseconds in events[i * size : (i + 1) * size]:
+            by_name[name] = by_name.get(name, 0.0) + milliseconds * 1e3 / layers * runs / repeats
         samples.append(by_name)
-    samples.sort(key=lambda s: sum(s.values()))
+    samples.sort(key=lambda sample: sum(sample.values()))
     return samples[len(samples) // 2]
 
 
 def wall_time(call: Callable, args: tuple, layers: int, calls: int = 20, repeats: int = 3) -> float:
     """Microseconds a layer of ``calls`` calls queued back to back, median over ``repeats``."""
-    import time
+    return wall_time_of(lambda: call(*args), jax.block_until_ready, layers, calls, repeats)
 
-    jax.block_until_ready(call(*args))
+
+def wall_time_of(
+    run: Callable[[], Any],
+    wait: Callable[[Any], Any],
+    layers: int,
+    calls: int = 20,
+    repeats: int = 3,
+    most_seconds: float = 1.0,
+) -> float:
+    """The same of any program. Slow ones are called less often: ``most_seconds`` for all repeats."""
+    wait(run())
+    begin = time.perf_counter()
+    wait(run())
+    once = time.perf_counter() - begin
+    calls = int(min(calls, max(2, most_seconds / repeats / once)))
     samples = []
     for _ in range(repeats):
         begin = time.perf_counter()
         for _ in range(calls):
-            out = call(*args)
-        jax.block_until_ready(out)
+            out = run()
+        wait(out)
         samples.append((time.perf_counter() - begin) * 1e6 / layers / calls)
     return statistics.median(samples)
 
@@ -136,13 +182,30 @@ def environment() -> dict[str, str]:
     import jaxlib
 
     device = jax.devices()[0]
-    return {
+    found = {
         "device": device.device_kind,
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
+    for name in ("torch", "triton", "flashinfer"):  # of the peers, if they have been loaded
+        if name in sys.modules:
+            found[name] = getattr(sys.modules[name], "__version__", "unknown")
+    commit = _commit()
+    return {**found, "commit": commit} if commit else found
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with a + where files differ from it; None without git."""
+    try:
+        told = [
+            subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+            for arguments in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return told[0].stdout.strip() + ("+" if told[1].stdout.strip() else "")
 
 
 def copy_rate() -> float:
@@ -162,7 +225,16 @@ def floor_us(
     flops_per_us: float = 790e6,
 ) -> float:
     """No kernel is faster: unique K/V bytes over the copy rate, or the FLOP over the matrix rate."""
-    num_q_heads, num_kv_heads = heads
-    moved = 2 * int(tree.kv_len.sum()) * num_kv_heads * head_dim * itemsize
-    seen = int((tree.query_positions() + 1).sum())
-    return max(moved / bytes_per_us, 4 * seen * num_q_heads * head_dim / flops_per_us)
+    return max(
+        kv_bytes(tree, heads, head_dim, itemsize) / bytes_per_us, attention_flops(tree, heads, head_dim) / flops_per_us
+    )
+
+
+def kv_bytes(tree: TokenTree, heads: tuple[int, int], head_dim: int = 128, itemsize: int = 2) -> int:
+    """Bytes of K and V of all tokens, each once."""
+    return 2 * int(tree.kv_len.sum()) * heads[1] * head_dim * itemsize
+
+
+def attention_flops(tree: TokenTree, heads: tuple[int, int], head_dim: int = 128) -> int:
+    """Multiplications and additions of both matrix products, over what each query sees."""
+    return 4 * int((tree.query_positions().astype(np.int64) + 1).sum()) * heads[0] * head_dim
