@@ -1,8 +1,9 @@
-"""Write the measured tables into README.md and docs/performance.md, from ``benchmarks/results/*.json``.
+"""Write the measured tables and pictures into README.md and docs/, from ``benchmarks/results/*.json``.
 
     python -m benchmarks.report
 
-Text between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` is replaced; nobody types a number by hand.
+Text between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` is replaced; nobody types a number by hand. A section for
+another suite is added before "Known and open" as soon as its results are there.
 """
 
 from __future__ import annotations
@@ -11,71 +12,94 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from benchmarks import plots
+from benchmarks.comparison import PeerTime, combined, fastest, key_of, mean, peer_times, recorded_times
+from benchmarks.plots import quote
+from benchmarks.report_suites import SUITES, compile_table, suite_table
+
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+GPU = "h200"
+# New sections go before this one.
+NEXT = "## Known and open"
 
 
-def main() -> int:
-    ours, peers = _load("h200_fasttree.json"), _load("h200_peers.json")
-    _replace(ROOT / "README.md", "fasttree-summary", _summary(ours, peers))
-    performance = ROOT / "docs" / "performance.md"
-    _replace(performance, "fasttree-summary", _summary(ours, peers))
-    _replace(performance, "fasttree-cells", _cells(ours, peers, _load("h200_fasttree_strategies.json")))
-    _replace(performance, "tiles", _tiles(_load("h200_tiles.json")))
+def main(root: Path = ROOT) -> int:
+    results = root / "benchmarks" / "results"
+    ours, named, tiles = (_load(results, name) for name in ("fasttree", "fasttree_strategies", "tiles"))
+    known = combined(peer_times(ours.get("peers", [])), recorded_times(_load(results, "peers")))
+    readme, performance = root / "README.md", root / "docs" / "performance.md"
+    drawn = plots.draw({**ours, "suite": "fasttree"}, fastest(known), root / "docs" / "pictures")
+    _replace(readme, "fasttree-summary", _summary(ours, known) + _shown(drawn, "docs/pictures"))
+    _replace(performance, "fasttree-summary", _summary(ours, known) + _shown(drawn, "pictures"))
+    _replace(performance, "fasttree-cells", _cells(ours, known, named))
+    _replace(performance, "tiles", _tiles(tiles))
+    for suite, (title, _) in SUITES.items():
+        if (results / f"{GPU}_{suite}.json").is_file():
+            _replace(performance, suite, suite_table(suite, _load(results, suite)), title)
+    if (results / f"{GPU}_compile.json").is_file():
+        _replace(performance, "compile", compile_table(_load(results, "compile")), "Compiling and launching")
     return 0
 
 
-def _load(name: str) -> dict:
-    return json.loads((RESULTS / name).read_text())
+def _load(results: Path, name: str) -> dict[str, Any]:
+    return json.loads((results / f"{GPU}_{name}.json").read_text())
 
 
-def _key(row: dict) -> tuple:
-    return row["tree"], *row["heads"]
-
-
-def _mean(values: list[float]) -> float:
-    return float(np.exp(np.mean(np.log(values))))
-
-
-def _quote(environment: dict) -> str:
-    return f"{environment['device']}, jax {environment['jax']}, {environment['date']}"
-
-
-def _summary(ours: dict, peers: dict) -> str:
-    best = {_key(row): min(row["us"].values()) for row in peers["rows"]}
-    gain = {_key(row): best[_key(row)] / row["us"] for row in ours["rows"]}
+def _summary(ours: dict[str, Any], known: dict[tuple, list[PeerTime]]) -> str:
+    best = fastest(known)
+    rows = [row for row in ours["rows"] if row["strategy"] == "auto" and "failed" not in row]
+    gain = {key_of(row): best[key_of(row)].us / row["us"] for row in rows}
     lines = [
-        f"FastTree's 15 trees x 3 head settings ({_quote(ours['environment'])}; bf16, head dim 128, cold L2, planning "
-        f"excluded):",
+        f"FastTree's 15 trees x 3 head settings ({quote(ours)}; bf16, head dim 128, cold L2, planning excluded):",
         "",
         "| heads q/kv | best peer / ours, geometric mean | cells faster than every peer |",
         "|---|---|---|",
     ]
-    for heads in sorted({key[1:] for key in gain}):
-        mine = [value for key, value in gain.items() if key[1:] == heads]
-        lines.append(f"| {heads[0]}/{heads[1]} | {_mean(mine):.2f} | {sum(v > 1 for v in mine)} of {len(mine)} |")
-    lines.append(f"| all | {_mean(list(gain.values())):.2f} | {sum(v > 1 for v in gain.values())} of {len(gain)} |")
-    floor = _mean([row["us"] / (row["floor_us"] + 3) for row in ours["rows"]])
-    wall = [row["wall_us"] / row["us"] for row in ours["rows"] if "wall_us" in row]
-    error = max(row["error"] for row in ours["rows"])
+    for heads in sorted({tuple(row["heads"]) for row in rows}):
+        mine = [gain[key_of(row)] for row in rows if tuple(row["heads"]) == heads]
+        lines.append(f"| {heads[0]}/{heads[1]} | {mean(mine):.2f} | {sum(v > 1 for v in mine)} of {len(mine)} |")
+    lines.append(f"| all | {mean(gain.values()):.2f} | {sum(v > 1 for v in gain.values())} of {len(gain)} |")
+    floor = mean(row["us"] / (row["floor_us"] + 3) for row in rows)
+    wall = [row["wall_us"] / row["us"] for row in rows if "wall_us" in row]
+    error = max(row["error"] for row in rows)
     lines += [
         "",
         f"Time over (physical floor + 3 us): {floor:.2f} on average. Whole calls queued back to back take "
-        f"{np.median(wall):.2f} times the kernels' sum (median). Largest relative error against float64: {error:.1e}.",
+        f"{np.median(wall):.2f} times the kernels' sum (median). Largest relative error against float64: {error:.1e}. "
+        f"{_where_measured(known)}",
     ]
     return "\n".join(lines)
 
 
-def _cells(ours: dict, peers: dict, named: dict) -> str:
-    best = {_key(row): min((us, who) for who, us in row["us"].items()) for row in peers["rows"]}
+def _where_measured(known: dict[tuple, list[PeerTime]]) -> str:
+    """Which peers ran beside us, and which times come from runs of their own."""
+    beside = sorted({time.name for times in known.values() for time in times if time.beside})
+    apart = sorted({time.name for times in known.values() for time in times if not time.beside} - set(beside))
+    told = [f"Measured beside ours in one process: {', '.join(beside)}."] if beside else []
+    if apart:
+        told.append(f"Recorded in runs of their own on the same kind of machine: {', '.join(apart)}.")
+    return " ".join(told)
+
+
+def _shown(pictures: list[Path], folder: str) -> str:
+    if not pictures:
+        return ""
+    row = " | ".join(f"![{path.stem.replace('_', ' ')}]({folder}/{path.name})" for path in pictures)
+    return f"\n\n| {row} |\n|{'---|' * len(pictures)}"
+
+
+def _cells(ours: dict[str, Any], known: dict[tuple, list[PeerTime]], named: dict[str, Any]) -> str:
+    best = fastest(known)
     others: dict[tuple, list] = {}
     for row in named["rows"]:
-        others.setdefault(_key(row), []).append((row["us"], row["strategy"]))
+        if "us" in row and row["strategy"] != "auto":
+            others.setdefault(key_of(row), []).append((row["us"], row["strategy"]))
     lines = [
-        f"Microseconds a layer ({_quote(ours['environment'])}). *Best named*: the fastest of the published strategies "
+        f"Microseconds a layer ({quote(ours)}). *Best named*: the fastest of the published strategies "
         f"in our own kernels, where measured.",
         "",
         "| tree: nodes_tokens per level | heads | floor | auto | modelled | whole call | best named | best peer "
@@ -83,20 +107,22 @@ def _cells(ours: dict, peers: dict, named: dict) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in ours["rows"]:
-        peer_us, peer = best[_key(row)]
-        strategy = min(others.get(_key(row), [(None, "")]), key=lambda x: x[0] or 0)
+        if row["strategy"] != "auto" or "failed" in row:
+            continue
+        peer = best[key_of(row)]
+        strategy = min(others.get(key_of(row), [(None, "")]), key=lambda x: x[0] or 0)
         lines.append(
             f"| {row['tree']} | {row['heads'][0]}/{row['heads'][1]} | {row['floor_us']:.1f} | {row['us']:.1f} "
             f"| {row['modelled_us']:.1f} | {row.get('wall_us', '-')} "
-            f"| {f'{strategy[0]:.1f} {strategy[1]}' if strategy[0] else '-'} | {peer_us:.1f} {peer} "
-            f"| {peer_us / row['us']:.2f} |"
+            f"| {f'{strategy[0]:.1f} {strategy[1]}' if strategy[0] else '-'} | {peer.us:.1f} {peer.name} "
+            f"| {peer.us / row['us']:.2f} |"
         )
     return "\n".join(lines)
 
 
 def _tiles(report: dict) -> str:
     lines = [
-        f"SM-microseconds (latency: microseconds) at head dim 128, bf16 ({_quote(report['environment'])}; device copy "
+        f"SM-microseconds (latency: microseconds) at head dim 128, bf16 ({quote(report)}; device copy "
         f"{report['copy_bytes_per_us'] / 1e6:.2f} TB/s).",
         "",
         "| rows x tokens, warps, stages | a program | a step | a masked step | latency of a step |",
@@ -110,11 +136,14 @@ def _tiles(report: dict) -> str:
     return "\n".join(lines)
 
 
-def _replace(path: Path, name: str, text: str) -> None:
+def _replace(path: Path, name: str, text: str, title: str | None = None) -> None:
+    """Replaces a section; one with a title is added if it is not there yet."""
     before = path.read_text()
     pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
     if not pattern.search(before):
-        raise ValueError(f"{path} has no section {name!r}")
+        if title is None or NEXT not in before:
+            raise ValueError(f"{path} has no section {name!r}")
+        before = before.replace(NEXT, f"## {title}\n\n<!-- begin {name} -->\n<!-- end {name} -->\n\n{NEXT}", 1)
     path.write_text(pattern.sub(lambda m: f"{m.group(1)}{text}\n{m.group(2)}", before))
 
 

@@ -1,0 +1,110 @@
+"""Tables of the suites beside FastTree's, and of compiling and launching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.comparison import PeerTime, fastest, key_of, peer_times
+from benchmarks.plots import quote
+
+# suite -> its title in docs/performance.md, and what its last column shows of a row
+SUITES: dict[str, tuple[str, str | None]] = {
+    "verify": ("Draft verification", "tflops"),
+    "long": ("Long contexts, nothing shared", "copy_share"),
+    "shared": ("A node shared by 1,024 queries", "longest_tflops"),
+    "heads": ("Head dims and page sizes", "copy_share"),
+    "decode": ("Forests of decoding", None),
+    "pat": ("PAT's trees", None),
+}
+COLUMNS = {
+    "tflops": "TFLOP/s",
+    "longest_tflops": "TFLOP/s of the longest launch",
+    "copy_share": "of the copy rate",
+}
+
+
+def suite_table(suite: str, report: dict[str, Any]) -> str:
+    """A row a cell: every strategy measured, and the best peer."""
+    column = SUITES[suite][1]
+    best = fastest(peer_times(report.get("peers", [])))
+    strategies = list(dict.fromkeys(row["strategy"] for row in report["rows"]))
+    found: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        found.setdefault(key_of(row), {})[row["strategy"]] = row
+    lines = [
+        f"Microseconds a layer ({quote(report)}; bf16, cold L2, planning excluded).",
+        "",
+        f"| tree | heads | head dim | page | floor | {' | '.join(strategies)} | whole call | best peer "
+        f"| {COLUMNS[column] if column else 'peer / ours'} |",
+        f"|{'---|' * (8 + len(strategies))}",
+    ]
+    for key, rows in found.items():
+        first = rows[strategies[0]] if strategies[0] in rows else next(iter(rows.values()))
+        times = [f"{rows[s]['us']:.1f}" if "us" in rows.get(s, {}) else "-" for s in strategies]
+        peer = best.get(key)
+        fastest_peer = f"{peer.us:.1f} {peer.name}" if peer else "-"
+        lines.append(
+            f"| {key[0]} | {key[1]}/{key[2]} | {key[3]} | {key[4]} | {_number(first.get('floor_us'))} "
+            f"| {' | '.join(times)} | {_number(first.get('wall_us'))} | {fastest_peer} | {_last(first, column, peer)} |"
+        )
+    reasons = {(row["peer"], row.get("why_not") or row.get("failed")) for row in report.get("peers", [])}
+    told = sorted(f"{name}: {reason}" for name, reason in reasons if reason)
+    return "\n".join(lines + (["", "Left out: " + "; ".join(told) + "."] if told else []))
+
+
+def _last(row: dict[str, Any], column: str | None, peer: PeerTime | None) -> str:
+    if column == "copy_share":
+        return f"{row[column]:.0%}" if row.get(column) else "-"
+    if column:
+        return _number(row.get(column))
+    return f"{peer.us / row['us']:.2f}" if peer and "us" in row else "-"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def compile_table(report: dict[str, Any]) -> str:
+    """What :mod:`benchmarks.compile` wrote."""
+    lines = [f"Seconds to the first result of a fresh program ({quote(report)}).", ""]
+    if report.get("tiles"):
+        lines += ["| tile class, alone | trace and lower | compile | first call |", "|---|---|---|---|"]
+        lines += [f"| {row['tile']} | {_seconds(row)} |" for row in report["tiles"]]
+    if report.get("plans"):
+        lines += ["", "| plan | launches | trace and lower | compile | first call |", "|---|---|---|---|---|"]
+        lines += [f"| {row['plan']} | {row['launches']} | {_seconds(row)} |" for row in report["plans"]]
+    growth = report.get("growth")
+    if growth:
+        lines += [
+            "",
+            f"A decode whose leaves grow from {growth['first_tokens']} to {growth['last_tokens']} tokens, planned "
+            f"every {growth['horizon']} steps ({growth['tree']}): {growth['programs']} programs in {growth['plans']} plans.",
+        ]
+    if report.get("graphs"):
+        lines += [
+            "",
+            "| XLA flags | calls in | graphs launched | kernels launched alone | us a layer |",
+            "|---|---|---|---|---|",
+        ]
+        for row in report["graphs"]:
+            if "failed" in row:
+                lines.append(f"| {row['flags'] or 'default'} | {row['program']} | {row['failed']} | | |")
+            else:
+                lines.append(
+                    f"| {row['flags'] or 'default'} | {row['program']} | {row['graph_launches']} "
+                    f"| {row['kernel_launches']} | {row['wall_us']:.1f} |"
+                )
+    gaps = report.get("gaps")
+    if gaps:
+        lines += [
+            "",
+            f"A decode step of {gaps['layers']} layers ({gaps['model']}, {gaps['tree']}): {gaps['step_us']:.0f} us, "
+            f"{gaps['idle_us']:.0f} us of them ({gaps['idle_share']:.1%}) idle between {gaps['kernels']} kernels.",
+        ]
+    return "\n".join(lines)
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"{row['failed']} | |"
+    return f"{row['lower_s']:.2f} | {row['compile_s']:.2f} | {row['first_call_s']:.3f}"
