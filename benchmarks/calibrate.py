@@ -106,8 +106,10 @@ def _latency(_: TileClass):
 MEASUREMENTS = (("step_us", _steps), ("masked_step_us", _steps), ("item_us", _items), ("latency_us", _latency))
 
 
-def _compile(tree: ta.TokenTree, heads: tuple[int, int], shape: TileClass, masked: bool):
-    """A plan that runs only the long nodes, all in one shape."""
+def one_tile_plan(
+    tree: ta.TokenTree, heads: tuple[int, int], shape: TileClass, masked: bool
+) -> tuple[ta.TreePlan, int]:
+    """A plan that runs only the long nodes, all in one shape; and how many items that takes."""
     problem = make_problem(tree, num_q_heads=heads[0], num_kv_heads=heads[1])
     node = np.flatnonzero(tree.kv_len > 1).astype(np.int32)
     layout = problem.layout
@@ -123,11 +125,15 @@ def _compile(tree: ta.TokenTree, heads: tuple[int, int], shape: TileClass, maske
         tiles=(shape,),
     )
     packed = packing.pack(problem, lower(problem, tiling, mask_all=masked), ta.Buckets())
-    plan = ta.TreePlan(jax.device_put(packed.buffer), packed.shape)
+    return ta.TreePlan(jax.device_put(packed.buffer), packed.shape), sum(packed.num_items)
+
+
+def _compile(tree: ta.TokenTree, heads: tuple[int, int], shape: TileClass, masked: bool):
+    plan, items = one_tile_plan(tree, heads, shape, masked)
     layers = 4
     data = jax.eval_shape(lambda: harness.arrays(tree, heads, 128, 16, jax.numpy.bfloat16, layers))
     call = harness.over_layers(ta.tree_attention).lower(*data, plan).compile()
-    return plan, call, layers, sum(packed.num_items)
+    return plan, call, layers, items
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     done = {(key_of(row), row.get("strategy") or row["peer"]) for row in [*report["rows"], *report["peers"]]}
     wanted = [*args.strategies, *(peer.name for peer in args.peers)]
     chosen = [cell for cell in chosen if any((key_of(_named(cell)), who) not in done for who in wanted)]
-    with _progress(len(chosen)) as progress, ThreadPoolExecutor(args.jobs) as pool:
+    with _Progress(len(chosen)) as progress, ThreadPoolExecutor(args.jobs) as pool:
         jobs = [
             [(s, pool.submit(_compile, cell, s)) for s in args.strategies if (key_of(_named(cell)), s) not in done]
             for cell in chosen
@@ -92,11 +92,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", action="store_true", help="draw docs/pictures/SUITE_*.png of what was measured")
     args = parser.parse_args(argv)
     args.strategies = [name for name in args.strategies.split(",") if name and name != "none"]
-    unknown = set(args.strategies) - set(ta.planning.strategies.STRATEGIES)
+    unknown = set(args.strategies) - set(STRATEGIES)
     if unknown:
-        parser.error(
-            f"--strategies: {', '.join(sorted(unknown))} unknown: {', '.join(ta.planning.strategies.STRATEGIES)}"
-        )
+        parser.error(f"--strategies: {', '.join(sorted(unknown))} unknown: known are {', '.join(STRATEGIES)}")
     try:
         args.peers = find_peers(args.peers)
     except ValueError as error:
@@ -266,7 +264,7 @@ def _named(cell: Cell) -> dict[str, Any]:
     return {"tree": cell.name, "heads": list(cell.heads), "head_dim": cell.head_dim, "page_size": cell.page_size}
 
 
-class _progress:
+class _Progress:
     """A bar at the bottom of a terminal; nothing elsewhere, where the lines do."""
 
     def __init__(self, total: int):
@@ -276,7 +274,7 @@ class _progress:
         self._bar.disable = not sys.stdout.isatty()
         self._task = self._bar.add_task("", total=total)
 
-    def __enter__(self) -> _progress:
+    def __enter__(self) -> _Progress:
         self._bar.start()
         return self
 

@@ -66,6 +66,7 @@ def _number(value: float | None) -> str:
 
 def compile_table(report: dict[str, Any]) -> str:
     """What :mod:`benchmarks.compile` wrote."""
+    report = {part: _without_failures(rows) if isinstance(rows, list) else rows for part, rows in report.items()}
     lines = [f"Seconds to the first result of a fresh program ({quote(report)}).", ""]
     if report.get("tiles"):
         lines += ["| tile class, alone | trace and lower | compile | first call |", "|---|---|---|---|"]
@@ -73,12 +74,11 @@ def compile_table(report: dict[str, Any]) -> str:
     if report.get("plans"):
         lines += ["", "| plan | launches | trace and lower | compile | first call |", "|---|---|---|---|---|"]
         lines += [f"| {row['plan']} | {row['launches']} | {_seconds(row)} |" for row in report["plans"]]
-    growth = report.get("growth")
-    if growth:
+    for row in report.get("growth", []):
         lines += [
             "",
-            f"A decode whose leaves grow from {growth['first_tokens']} to {growth['last_tokens']} tokens, planned "
-            f"every {growth['horizon']} steps ({growth['tree']}): {growth['programs']} programs in {growth['plans']} plans.",
+            f"{row['tree']}: leaves that grow from {row['first_tokens']} to {row['last_tokens']} tokens, planned every "
+            f"{row['horizon']} steps, run {row['programs']} programs in {row['plans']} plans.",
         ]
     if report.get("graphs"):
         lines += [
@@ -87,24 +87,22 @@ def compile_table(report: dict[str, Any]) -> str:
             "|---|---|---|---|---|",
         ]
         for row in report["graphs"]:
-            if "failed" in row:
-                lines.append(f"| {row['flags'] or 'default'} | {row['program']} | {row['failed']} | | |")
-            else:
-                lines.append(
-                    f"| {row['flags'] or 'default'} | {row['program']} | {row['graph_launches']} "
-                    f"| {row['kernel_launches']} | {row['wall_us']:.1f} |"
-                )
-    gaps = report.get("gaps")
-    if gaps:
+            lines.append(
+                f"| {row['flags'] or 'default'} | {row['program']} | {row['graph_launches']} "
+                f"| {row['kernel_launches']} | {row['wall_us']:.1f} |"
+            )
+    for row in report.get("gaps", []):
         lines += [
             "",
-            f"A decode step of {gaps['layers']} layers ({gaps['model']}, {gaps['tree']}): {gaps['step_us']:.0f} us, "
-            f"{gaps['idle_us']:.0f} us of them ({gaps['idle_share']:.1%}) idle between {gaps['kernels']} kernels.",
+            f"A decode step of {row['layers']} layers ({row['model']}, {row['tree']}): {row['step_us']:.0f} us, "
+            f"{row['idle_us']:.0f} us of them ({row['idle_share']:.1%}) idle between {row['kernels']} kernels.",
         ]
     return "\n".join(lines)
 
 
+def _without_failures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if "failed" not in row]
+
+
 def _seconds(row: dict[str, Any]) -> str:
-    if "failed" in row:
-        return f"{row['failed']} | |"
     return f"{row['lower_s']:.2f} | {row['compile_s']:.2f} | {row['first_call_s']:.3f}"
