@@ -7,93 +7,120 @@ launches of the 45 cells on an H200, which it meets within 9% on average (docs/p
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from pallas_kernels.layout import TileClass
-from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import GpuProfile, TileCost
-from tree_attention_jax.planning.tiles import entry_unit, fitted, resident_programs
+from tree_attention_jax.planning.tiles import fitted, resident_programs
 
 # How much of the shorter of work and bytes shows beside the longer one.
 OVERLAP = 0.5
 # ... up to so many microseconds: a long launch reaches a steady state.
 MAX_EXPOSED_US = 60.0
-
-
-# A masked step waits for the intervals too, before it can weigh what it loaded.
-MASKED_LATENCY = 1.25
+# A masked step waits for the intervals too, before it can weigh what it loaded: so much longer.
+MASKED_LATENCY = 0.25
+# The share of a joined segment's steps that compare intervals: the rest are ancestors of the whole tile.
+MASKED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A tile shape and what it costs here; microseconds of one SM unless said otherwise."""
+class ShapeTable:
+    """Tile shapes and what they cost here, as arrays [S]; microseconds of one SM unless said otherwise.
 
-    tile: TileClass
-    queries: int  # queries a tile holds
-    programs: float  # programs an item makes (KV heads x parts of a group), over the SMs
-    item_us: float
-    step_us: float
-    masked_step_us: float
-    latency_us: float  # of one step, seen by one program
-    step_bytes: float  # K and V of a step, all heads
-    slots: int  # programs the GPU runs at once
+    Attributes:
+        tiles: the shapes, narrow to wide.
+        block_kv: tokens a step.
+        queries: queries a tile holds.
+        programs: programs an item makes (KV heads x parts of a group), over the SMs.
+        slots: programs the GPU runs at once.
+        item_us, step_us, masked_step_us: of a program.
+        latency_us: of one step, seen by one program.
+        step_bytes: K and V of a step, all heads.
+        token_us, masked_token_us: of a token, of a node by itself and of a joined segment.
+    """
 
-    @property
-    def token_us(self) -> float:
-        return self.step_us / self.tile.block_kv
+    tiles: tuple[TileClass, ...]
+    block_kv: np.ndarray
+    queries: np.ndarray
+    programs: np.ndarray
+    slots: np.ndarray
+    item_us: np.ndarray
+    step_us: np.ndarray
+    masked_step_us: np.ndarray
+    latency_us: np.ndarray
+    step_bytes: np.ndarray
+    token_us: np.ndarray
+    masked_token_us: np.ndarray
 
-    @property
-    def masked_token_us(self) -> float:
-        # About half of what a joined segment walks are ancestors of the whole tile, which take the plain path.
-        return 0.5 * (self.step_us + self.masked_step_us) / self.tile.block_kv
+    def take(self, index: Any) -> ShapeTable:
+        """The same of some shapes, or of one: then scalars."""
+        picked = {name: getattr(self, name)[index] for name in self.__dataclass_fields__ if name != "tiles"}
+        return ShapeTable(self.tiles, **picked)
 
 
-def shapes_for(problem: Problem) -> list[Shape]:
+def shapes_for(problem: Problem) -> ShapeTable:
     """The profile's shapes; costs grow with the head dim, and a group never spans more tiles than it must."""
-    unit = entry_unit(problem)
-    scale = (problem.head_dim + problem.v_head_dim) / 256
-    token_bytes = float((problem.head_dim + problem.v_head_dim) * problem.itemsize * problem.num_kv_heads)
-
-    def shape(cost: TileCost) -> Shape:
-        tile = fitted(problem, cost, unit)
-        per_step = scale * tile.block_kv / cost.block_kv
-        parts = -(-problem.group // tile.heads_per_tile(problem.group))
-        return Shape(
-            slots=problem.profile.num_sms * resident_programs(problem, tile),
-            tile=tile,
-            queries=tile.queries_per_tile(problem.group),
-            programs=problem.num_kv_heads * parts / problem.profile.num_sms,
-            item_us=cost.item_us * scale,
-            step_us=cost.step_us * per_step,
-            masked_step_us=cost.masked_step_us * per_step,
-            latency_us=cost.latency_us * per_step,
-            step_bytes=token_bytes * tile.block_kv,
-        )
-
-    shapes = {shape(cost) for cost in problem.profile.tiles}
-    return sorted(shapes, key=lambda s: (s.tile.rows, s.tile.block_kv, s.tile.warps, s.tile.stages))
+    return _shapes(problem.profile, problem.heads, problem.unit)
 
 
-def launch_time(
-    profile: GpuProfile, shape: Shape, steps: float, items: float, longest: float, memory: float, masked: bool
-) -> float:
-    """Microseconds of a launch.
+@functools.lru_cache(maxsize=64)
+def _shapes(profile: GpuProfile, heads: Heads, unit: int) -> ShapeTable:
+    scale = (heads.head_dim + heads.v_head_dim) / 256
+    cost_of: dict[TileClass, TileCost] = {}
+    for cost in profile.tiles:
+        cost_of.setdefault(fitted(heads, cost, unit), cost)
+    tiles = sorted(cost_of, key=lambda tile: (tile.rows, tile.block_kv, tile.warps, tile.stages))
+    group = heads.group
+
+    def column(value: Callable[[TileClass, TileCost], float]) -> np.ndarray:
+        return np.array([value(tile, cost_of[tile]) for tile in tiles], np.float64)
+
+    per_step = column(lambda tile, cost: scale * tile.block_kv / cost.block_kv)
+    block_kv = column(lambda tile, cost: tile.block_kv)
+    step_us = column(lambda tile, cost: cost.step_us) * per_step
+    masked_step_us = column(lambda tile, cost: cost.masked_step_us) * per_step
+    parts = column(lambda tile, cost: -(-group // tile.heads_per_tile(group)))
+    return ShapeTable(
+        tiles=tuple(tiles),
+        block_kv=block_kv,
+        queries=column(lambda tile, cost: tile.queries_per_tile(group)),
+        programs=heads.num_kv_heads * parts / profile.num_sms,
+        slots=profile.num_sms * column(lambda tile, cost: resident_programs(heads, tile)),
+        item_us=column(lambda tile, cost: cost.item_us) * scale,
+        step_us=step_us,
+        masked_step_us=masked_step_us,
+        latency_us=column(lambda tile, cost: cost.latency_us) * per_step,
+        step_bytes=float(heads.token_bytes) * block_kv,
+        token_us=step_us / block_kv,
+        masked_token_us=(step_us + MASKED_SHARE * (masked_step_us - step_us)) / block_kv,
+    )
+
+
+def launch_time(profile: GpuProfile, shape: ShapeTable, steps, items, longest, memory, masked) -> Any:
+    """Microseconds of launches; all arguments but the first two are numbers, or arrays that broadcast.
 
     Args:
         profile: rates of the GPU.
-        shape: tile and costs.
+        shape: costs of each launch's tile.
         steps, items: of all items together.
         longest: steps of the longest item.
         memory: time to read the launch's K/V once.
-        masked: the steps compare intervals.
+        masked: share of the steps that compare intervals.
     """
-    step_us = shape.masked_step_us if masked else shape.step_us
+    step_us = shape.step_us + masked * (shape.masked_step_us - shape.step_us)
     work = (steps * step_us + items * shape.item_us) * shape.programs
     programs = items * shape.programs * profile.num_sms
     # Programs that do not fit at once run in waves; each waits out its own loads.
-    waves = max(1.0, programs / shape.slots)
-    average = steps / max(items, 1.0) * shape.latency_us
-    latency = max(longest * shape.latency_us, average * waves) * (MASKED_LATENCY if masked else 1.0)
+    waves = np.maximum(1.0, programs / shape.slots)
+    average = steps / np.maximum(items, 1.0) * shape.latency_us
+    latency = np.maximum(longest * shape.latency_us, average * waves) * (1 + MASKED_LATENCY * masked)
     reread = steps * shape.step_bytes / profile.l2_bytes_per_us
-    exposed = min(OVERLAP * min(work, memory), MAX_EXPOSED_US)
-    return profile.launch_us + max(max(work, memory) + exposed, latency, reread)
+    exposed = np.minimum(OVERLAP * np.minimum(work, memory), MAX_EXPOSED_US)
+    busy = np.maximum(work, memory) + exposed
+    return profile.launch_us + np.maximum(np.maximum(busy, latency), reread)

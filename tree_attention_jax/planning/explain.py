@@ -93,7 +93,7 @@ def summarize(plan: TreePlan) -> Summary:
 
     host = host_of(plan, "explain")
     problem, profile, shape = host.problem, host.problem.profile, plan.shape
-    token_bytes = (shape.head_dim + shape.v_head_dim) * problem.itemsize * shape.num_kv_heads
+    token_bytes = (shape.head_dim + shape.v_head_dim) * problem.heads.itemsize * shape.num_kv_heads
     times = launch_times(plan)
     walks = [walk(host.buffer, shape, index) for index in range(len(shape.launches))]
     works = [_Work.of(walked, launch, shape.group) for walked, launch in zip(walks, shape.launches)]

@@ -55,7 +55,7 @@ class Items:
 
 def lower(problem: Problem, tiling: Tiling, *, mask_all: bool = False) -> Items:
     """Turn a tiling into items. ``mask_all`` sends plain runs down the masked path too, to time it."""
-    queries_per_tile = np.array([t.queries_per_tile(problem.group) for t in tiling.tiles], np.int32)
+    queries_per_tile = np.array([t.queries_per_tile(problem.heads.group) for t in tiling.tiles], np.int32)
     step = queries_per_tile[tiling.tile]
     rows = tiling.row_end - tiling.row_begin
     cuts = ceil_div(rows, step)

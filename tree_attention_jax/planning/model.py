@@ -4,12 +4,12 @@ measured time. It prices the same things as ``auto``, but for the items that rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax.planning.cost import Shape, launch_time, shapes_for
+from tree_attention_jax.planning.cost import ShapeTable, launch_time, shapes_for
 from tree_attention_jax.planning.plan import TreePlan
 
 
@@ -53,37 +53,37 @@ def launch_times(plan: TreePlan) -> list[LaunchTime]:
         count = int(buffer[index])
         records = buffer[launch.items_at : launch.items_at + count * lo.ITEM_SIZE].reshape(-1, lo.ITEM_SIZE)
         tokens = (records[:, lo.PLAIN_COUNT] + records[:, lo.MASKED_COUNT]).astype(np.int64) * launch.tile.unit
-        cost = _nearest(shapes, launch.tile)
+        cost = shapes.take(_nearest(shapes, launch.tile))
         steps = -(-tokens // launch.tile.block_kv)
         masked = float((records[:, lo.MASKED_COUNT] * launch.tile.unit).sum() / max(tokens.sum(), 1))
+        memory = _unique_tokens(buffer, records) * problem.heads.token_bytes / profile.bytes_per_us
         step_us = cost.step_us + masked * (cost.masked_step_us - cost.step_us)
-        cost = replace(cost, step_us=step_us)
-        width = (shape.head_dim + shape.v_head_dim) * problem.itemsize * shape.num_kv_heads
-        memory = _unique_tokens(buffer, records, launch.tile.unit) * width / profile.bytes_per_us
         work = (float(steps.sum()) * step_us + count * cost.item_us) * cost.programs
-        us = launch_time(profile, cost, float(steps.sum()), count, float(steps.max(initial=0)), memory, masked=False)
-        times.append(LaunchTime(launch.tile.name(), count, work, memory, us))
+        us = launch_time(profile, cost, steps.sum(), count, steps.max(initial=0), memory, masked)
+        times.append(LaunchTime(launch.tile.name(), count, float(work), memory, float(us)))
     if shape.partial_rows:
-        moved = 8.0 * plan.host.num_partials * shape.num_q_heads * shape.v_head_dim
+        moved = plan.host.num_partials * problem.heads.partial_bytes
         memory = moved / profile.partial_bytes_per_us
         times.append(LaunchTime("reduce", plan.host.num_queries, 0.0, memory, memory + profile.launch_us))
     return times
 
 
-def _nearest(shapes: list[Shape], tile: lo.TileClass) -> Shape:
-    """The profile's shape nearest to a tile."""
-    return min(
-        shapes,
-        key=lambda s: (
-            abs(s.tile.rows - tile.rows),
-            abs(s.tile.block_kv - tile.block_kv),
-            abs(s.tile.warps - tile.warps),
-            abs(s.tile.stages - tile.stages),
-        ),
-    )
+def _nearest(shapes: ShapeTable, tile: lo.TileClass) -> int:
+    """Index of the profile's shape nearest to a tile."""
+
+    def distance(index: int) -> tuple[int, ...]:
+        other = shapes.tiles[index]
+        return (
+            abs(other.rows - tile.rows),
+            abs(other.block_kv - tile.block_kv),
+            abs(other.warps - tile.warps),
+            abs(other.stages - tile.stages),
+        )
+
+    return min(range(len(shapes.tiles)), key=distance)
 
 
-def _unique_tokens(buffer: np.ndarray, records: np.ndarray, unit: int) -> int:
+def _unique_tokens(buffer: np.ndarray, records: np.ndarray) -> int:
     """Cache slots that the items of a launch read, each counted once."""
     words = []
     for begin, count, size in (

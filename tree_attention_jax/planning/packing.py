@@ -97,10 +97,10 @@ def _pack_at(problem: Problem, items: Items, buckets: Buckets, capacity: Buckets
     buffer[growing_at:grow_lists_at] = growing.ravel()
     buffer[grow_lists_at : grow_lists_at + len(grow_lists)] = grow_lists
     shape = lo.WorkShape(
-        num_q_heads=problem.num_q_heads,
-        num_kv_heads=problem.num_kv_heads,
-        head_dim=problem.head_dim,
-        v_head_dim=problem.v_head_dim,
+        num_q_heads=problem.heads.num_q_heads,
+        num_kv_heads=problem.heads.num_kv_heads,
+        head_dim=problem.heads.head_dim,
+        v_head_dim=problem.heads.v_head_dim,
         page_size=problem.page_size,
         launches=places.launches,
         row_capacity=row_capacity,
@@ -120,9 +120,9 @@ def _places(problem: Problem, items: Items, capacity: Buckets) -> _Places:
     assert capacity.queries is not None
     launches, cursor = [], lo.HEADER_SIZE
     for tile in items.tiles:
-        head_tiles = -(-problem.group // tile.heads_per_tile(problem.group))
-        programs = capacity.items * problem.num_kv_heads * head_tiles
-        grid = min(programs, problem.profile.num_sms * resident_programs(problem, tile))
+        head_tiles = -(-problem.heads.group // tile.heads_per_tile(problem.heads.group))
+        programs = capacity.items * problem.heads.num_kv_heads * head_tiles
+        grid = min(programs, problem.profile.num_sms * resident_programs(problem.heads, tile))
         launches.append(lo.Launch(tile, grid, capacity.items, cursor))
         cursor += capacity.items * lo.ITEM_SIZE
     reduce_at = cursor + 3 * capacity.queries

@@ -18,8 +18,8 @@ def split_limit(problem: Problem, rows: np.ndarray, tokens: np.ndarray) -> int:
         rows: queries of each block, of which 64 matrix rows make a tile.
         tokens: tokens of each block.
     """
-    tiles = -(-rows.astype(np.int64) * problem.group // 64)
-    work = int((tiles * tokens).sum()) * problem.num_kv_heads
+    tiles = -(-rows.astype(np.int64) * problem.heads.group // 64)
+    work = int((tiles * tokens).sum()) * problem.heads.num_kv_heads
     wanted = problem.profile.num_sms * PROGRAMS_PER_SM
     chunk = max(work // wanted, MIN_CHUNK)
     return 1 << int(chunk - 1).bit_length()

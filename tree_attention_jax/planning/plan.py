@@ -14,7 +14,7 @@ from tree_attention_jax.planning import packing
 from tree_attention_jax.planning.buckets import Buckets
 from tree_attention_jax.planning.growth import grow
 from tree_attention_jax.planning.lowering import lower
-from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import profile_for
 from tree_attention_jax.planning.strategies import STRATEGIES
 from tree_attention_jax.topology import TokenTree
@@ -223,11 +223,7 @@ def make_problem(
         tree=tree,
         layout=tree.layout,
         page_size=page_size,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        itemsize=jnp.dtype(dtype).itemsize,
+        heads=Heads(num_q_heads, num_kv_heads, head_dim, v_head_dim, jnp.dtype(dtype).itemsize),
         horizon=horizon,
         sliding_window=sliding_window,
         profile=profile_for(gpu),

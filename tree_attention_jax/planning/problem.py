@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 from pallas_kernels.layout import MAX_UNIT
+from tree_attention_jax._arrays import ceil_div
 from tree_attention_jax._layout import Layout
 from tree_attention_jax.planning.profile import GpuProfile
 from tree_attention_jax.topology import TokenTree
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head counts and widths of one attention; ``itemsize`` is bytes of a K/V element."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    itemsize: int
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token, all heads."""
+        return (self.head_dim + self.v_head_dim) * self.itemsize * self.num_kv_heads
+
+    @property
+    def partial_bytes(self) -> int:
+        """One query's partial, all heads, written and read again: float32 (its log-sum-exp is not counted)."""
+        return 8 * self.num_q_heads * self.v_head_dim
 
 
 @dataclass(frozen=True)
@@ -18,20 +45,20 @@ class Problem:
     tree: TokenTree
     layout: Layout
     page_size: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    itemsize: int  # bytes of a K/V element
+    heads: Heads
     horizon: int
     sliding_window: int | None
     profile: GpuProfile
 
-    @property
-    def group(self) -> int:
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
+    @functools.cached_property
     def unit(self) -> int:
-        """Tokens an entry holds at most. Divides the page size, so no entry crosses a page."""
-        return math.gcd(self.page_size, MAX_UNIT)
+        """Tokens an entry holds at most: as many as the page size allows, unless that pads many short runs.
+
+        64 one-token draft nodes side by side in a page would take 64 entries of 16, one token in each. One of two
+        values, because each compiles programs of its own. Both divide the page size, so no entry crosses a page.
+        """
+        tree, unit = self.tree, math.gcd(self.page_size, MAX_UNIT)
+        start = tree.first_slot % unit
+        entries = ceil_div(start + tree.kv_len, unit)
+        padded = unit * int(entries[tree.kv_len > 0].sum())
+        return unit if padded <= 2 * int(tree.kv_len.sum()) else 1

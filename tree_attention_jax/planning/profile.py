@@ -33,7 +33,7 @@ class TileCost:
     latency_us: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared, and hashed, by identity: there is one of each
 class GpuProfile:
     """Constants of the cost model.
 

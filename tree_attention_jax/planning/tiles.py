@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pallas_kernels.layout import TileClass
-from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import TileCost
 
 # Bytes of one token's K and V that the profile's tiles were measured with.
@@ -32,16 +32,16 @@ def tile_class(rows: int, block_kv: int, warps: int, stages: int, unit: int) -> 
     return TileClass(rows, max(block_kv, unit), unit, False, warps, stages)
 
 
-def fitted(problem: Problem, cost: TileCost, unit: int) -> TileClass:
-    """The profile's tile (made for head dim 128, two bytes) adapted to this problem's head dim and type."""
-    key_width, value_width = _padded(problem.head_dim), _padded(problem.v_head_dim)
+def fitted(heads: Heads, cost: TileCost, unit: int) -> TileClass:
+    """The profile's tile (made for head dim 128, two bytes) adapted to another head dim and type."""
+    key_width, value_width = _padded(heads.head_dim), _padded(heads.v_head_dim)
     rows, block_kv, warps, stages = cost.rows, cost.block_kv, cost.warps, cost.stages
     while rows > 16 and rows * value_width * 4 > MAX_ACCUMULATOR_BYTES * 32 * warps:
         if warps < 8:
             warps *= 2
         else:
             rows //= 2
-    token_bytes = (key_width + value_width) * problem.itemsize
+    token_bytes = (key_width + value_width) * heads.itemsize
     limit = max(MAX_STAGE_BYTES, block_kv * PROFILE_TOKEN_BYTES * stages)
     while stages > 2 and block_kv * token_bytes * stages > limit:
         stages -= 1
@@ -50,16 +50,16 @@ def fitted(problem: Problem, cost: TileCost, unit: int) -> TileClass:
     return tile_class(rows, block_kv, warps, stages, unit)
 
 
-def resident_programs(problem: Problem, tile: TileClass) -> int:
+def resident_programs(heads: Heads, tile: TileClass) -> int:
     """Programs of a tile class that an SM runs at once: what shared memory and registers leave room for.
 
     A launch starts as many, and they share its items: fewer would leave SMs idle, and a few more would run after the
     others, alone.
     """
-    token_bytes = (_padded(problem.head_dim) + _padded(problem.v_head_dim)) * problem.itemsize
+    token_bytes = (_padded(heads.head_dim) + _padded(heads.v_head_dim)) * heads.itemsize
     # Triton keeps one stage less than it pipelines in shared memory.
     shared = SHARED_BYTES_PER_SM // (token_bytes * tile.block_kv * (tile.stages - 1) + SCRATCH_BYTES)
-    accumulator = tile.rows * _padded(problem.v_head_dim) // (32 * tile.warps)
+    accumulator = tile.rows * _padded(heads.v_head_dim) // (32 * tile.warps)
     registers = REGISTERS_PER_SM // (32 * tile.warps * min(accumulator + OTHER_REGISTERS, MAX_REGISTERS))
     return max(1, min(shared, registers))
 
@@ -68,33 +68,19 @@ def _padded(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
-def entry_unit(problem: Problem) -> int:
-    """Tokens an entry holds at most: as many as the page size allows, unless that pads many short runs.
-
-    64 one-token draft nodes side by side in a page would take 64 entries of 16, one token in each. One of two values,
-    because each compiles programs of its own.
-    """
-    tree = problem.tree
-    lengths, unit = tree.kv_len, problem.unit
-    start = tree.first_slot % unit
-    total = int(lengths.sum())
-    padded = int((-(-(start + lengths) // unit) * unit)[lengths > 0].sum())
-    return unit if padded <= 2 * total else 1
-
-
 def standard_tiles(problem: Problem) -> tuple[TileClass, ...]:
     """Three of the profile's tiles for strategies that go by rule: narrow for short and long runs, and wide.
 
     Few, because each combination that a growing tree meets compiles a program.
     """
-    unit = entry_unit(problem)
+    unit = problem.unit
     costs = problem.profile.tiles
     layout = problem.layout
-    most = int((layout.row_end - layout.row_begin).max(initial=1)) * problem.group
+    most = int((layout.row_end - layout.row_begin).max(initial=1)) * problem.heads.group
     narrow = [cost for cost in costs if cost.rows == costs[0].rows][:2]
     wide = [cost for cost in costs if cost.rows > costs[0].rows]
     wide = [cost for cost in wide if cost.rows <= max(most, wide[0].rows)][-1:]
-    return tuple(dict.fromkeys(fitted(problem, cost, unit) for cost in [*narrow, *wide]))
+    return tuple(dict.fromkeys(fitted(problem.heads, cost, unit) for cost in [*narrow, *wide]))
 
 
 def choose(rows: np.ndarray, tokens: np.ndarray, tiles: tuple[TileClass, ...], group: int) -> np.ndarray:

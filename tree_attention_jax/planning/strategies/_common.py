@@ -6,7 +6,7 @@ import numpy as np
 
 from pallas_kernels.layout import TileClass
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.tiles import choose, drop_unused, entry_unit, fitted, standard_tiles
+from tree_attention_jax.planning.tiles import choose, drop_unused, fitted, standard_tiles
 from tree_attention_jax.planning.tiling import Tiling
 
 
@@ -28,7 +28,7 @@ def make_tiling(
     if kind is None:
         total = np.concatenate(([0], np.cumsum(end - begin)))
         tokens = total[run_indptr[1:]] - total[run_indptr[:-1]]
-        kind = choose(row_end - row_begin, tokens, tiles, problem.group)
+        kind = choose(row_end - row_begin, tokens, tiles, problem.heads.group)
     kind, tiles = drop_unused(kind, tiles)
     return Tiling(
         row_begin=row_begin,
@@ -53,4 +53,4 @@ def profile_tile(problem: Problem, rows: int, block_kv: int) -> TileClass:
     """For strategies that publish their tiles: the profile's nearest by rows, then by the length of a step."""
     costs = problem.profile.tiles
     cost = min(costs, key=lambda tile: (abs(tile.rows - rows), abs(tile.block_kv - block_kv)))
-    return fitted(problem, cost, entry_unit(problem))
+    return fitted(problem.heads, cost, problem.unit)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_ranges
+from tree_attention_jax._arrays import exclusive_cumsum
 from tree_attention_jax.planning.problem import Problem
 
 
@@ -15,21 +15,25 @@ class Levels:
     """The nodes that have rows, under a virtual root, level by level and depth-first within a level.
 
     In that order the descendants of a node some levels down are neighbours: ``low[k, i] .. high[k, i] - 1`` are those
-    of node i exactly k levels down.
+    of inner node i exactly k levels down. Leaves have none, and most nodes are leaves, so only inner nodes are listed.
     """
 
+    node: np.ndarray  # in the tree; -1 for the virtual root
     rows: np.ndarray  # queries that see the node
     tokens: np.ndarray
     row_begin: np.ndarray
     row_end: np.ndarray
     level: np.ndarray  # 0 for the virtual root, then depth + 1
     begin: list[int]  # [depth + 1] first node of each level
-    low: np.ndarray  # [spans + 1, N]
+    inner: np.ndarray  # [I] nodes with children
+    leaf: np.ndarray  # the other nodes
+    inner_begin: list[int]  # [depth + 1] first inner node of each level
+    low: np.ndarray  # [spans + 1, I]
     high: np.ndarray
 
     @property
     def num_nodes(self) -> int:
-        return len(self.rows)
+        return len(self.node)
 
     @property
     def depth(self) -> int:
@@ -51,73 +55,69 @@ class Levels:
         if not rows.all():
             order = order[rows[order] > 0]
         depth = layout.depth[order]
-        node = order[np.argsort(depth, kind="stable")]
+        node = np.empty(len(order) + 1, np.int32)
+        node[0] = -1  # reads the last node's fields, which are overwritten below
+        node[1:] = order[np.argsort(depth, kind="stable")]
         counts = np.bincount(depth)
         begin = [0, *(exclusive_cumsum(counts) + 1).tolist()]
-        children = np.zeros(tree.num_nodes + 1, np.int32)
-        if len(counts) > 1:
-            children[:-1] = np.bincount(tree.parent[node[counts[0] :]], minlength=tree.num_nodes)
-        child_begin = np.empty(len(node) + 2, np.int32)  # children of i: child_begin[i] .. child_begin[i + 1] - 1
+        children = np.bincount(tree.parent[node[begin[2] :]], minlength=tree.num_nodes)[node]
+        children[0] = counts[0]
+        child_begin = np.empty(len(node) + 1, np.int32)  # children of i: child_begin[i] .. child_begin[i + 1] - 1
         child_begin[0] = 1
-        child_begin[1:] = begin[2] + exclusive_cumsum(children[node])
-        low = np.empty((min(len(begin) - 1, max_span) + 1, len(node) + 1), np.int32)
+        np.cumsum(children, out=child_begin[1:])
+        child_begin[1:] += 1
+        inner, leaf = np.flatnonzero(children), np.flatnonzero(children == 0)
+        low = np.empty((min(len(begin) - 1, max_span) + 1, len(inner)), np.int32)
         high = np.empty_like(low)
-        low[0] = np.arange(len(node) + 1, dtype=np.int32)
-        high[0] = low[0] + 1
+        low[0] = inner
+        high[0] = inner + 1
         for k in range(len(low) - 1):
             child_begin.take(low[k], out=low[k + 1])
             child_begin.take(high[k], out=high[k + 1])
 
         def with_root(root: int, values: np.ndarray) -> np.ndarray:
-            out = np.empty(len(node) + 1, np.int32)
+            out = values[node]
             out[0] = root
-            values.take(node, out=out[1:])
             return out
 
         return Levels(
+            node=node,
             rows=with_root(layout.num_rows, rows),
             tokens=with_root(0, tree.kv_len),
             row_begin=with_root(0, layout.row_begin),
             row_end=with_root(layout.num_rows, layout.row_end),
-            level=with_root(-1, layout.depth) + 1,
+            level=np.repeat(np.arange(len(begin) - 1), np.diff(begin)),
             begin=begin,
+            inner=inner,
+            leaf=leaf,
+            inner_begin=np.searchsorted(inner, begin).tolist(),
             low=low,
             high=high,
         )
 
     def sum_down(self, value: np.ndarray) -> np.ndarray:
-        """[spans, N]: the sum of ``value`` over node i and its descendants down to k levels below, for each k."""
+        """[spans, I]: the sum of ``value`` over inner node i and its descendants down to k levels below, for each k."""
         prefix = np.zeros(self.num_nodes + 1)
         np.cumsum(value, out=prefix[1:], dtype=np.float64)
-        sums = prefix[self.high[:-1]] - prefix[self.low[:-1]]
-        return np.cumsum(sums, axis=0, dtype=np.float32)
+        return np.cumsum(prefix[self.high[:-1]] - prefix[self.low[:-1]], axis=0)
 
+    def nodes_of_tiles(
+        self, row0: np.ndarray, row1: np.ndarray, first: np.ndarray, last: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Which nodes of the levels ``first .. last`` the rows ``row0 .. row1 - 1`` see.
 
-def nodes_of_tiles(problem: Problem, row0, row1, first_depth, last_depth) -> tuple[np.ndarray, np.ndarray]:
-    """(tile, node) pairs, sorted by tile: nodes between the two depths that any row of the tile sees."""
-    layout, parent = problem.layout, problem.tree.parent
-    order = layout.order
-    begin = layout.row_begin[order]  # ascending: depth-first order
-    # Nodes that begin inside the tile stand together in depth-first order ...
-    tile, rank = ragged_ranges(np.searchsorted(begin, row0, "left"), np.searchsorted(begin, row1, "left"))
-    node = order[rank]
-    depth = layout.depth[node]
-    inside = (depth >= first_depth[tile]) & (depth <= last_depth[tile])
-    parts = [(tile[inside], node[inside])]
-    # ... and those that began before it are ancestors of its first row.
-    tile = np.flatnonzero(row0 > 0).astype(np.int32)
-    node = problem.tree.query_nodes()[layout.row_query[row0[tile]]]
-    while len(tile):
-        depth = layout.depth[node]
-        wanted = (depth <= last_depth[tile]) & (layout.row_begin[node] < row0[tile]) & (depth >= first_depth[tile])
-        if wanted.any():
-            parts.append((tile[wanted], node[wanted]))
-        node = parent[node]
-        alive = (depth > first_depth[tile]) & (node >= 0)
-        tile, node = tile[alive], node[alive]
-    if len(parts) == 1:
-        return parts[0]
-    tile = np.concatenate([p[0] for p in parts])
-    node = np.concatenate([p[1] for p in parts])
-    by_tile = np.argsort(tile, kind="stable")
-    return tile[by_tile], node[by_tile]
+        Returns:
+            ``(pair_indptr, low, high)``: tile i sees nodes ``low[j] .. high[j] - 1`` for each j in its CSR range, one a
+            level.
+        """
+        pairs = last - first + 1
+        indptr = exclusive_cumsum(pairs)
+        tile = np.repeat(np.arange(len(pairs)), pairs)
+        level = np.arange(indptr[-1]) - (indptr[:-1] - first)[tile]
+        # Within a level rows ascend, so over all levels (level, row) does.
+        stride = int(self.row_end[0]) + 1
+        above = self.level * stride
+        level *= stride
+        low = np.searchsorted(above + self.row_end, level + row0[tile], "right")
+        high = np.searchsorted(above + self.row_begin, level + row1[tile], "left")
+        return indptr, low, high

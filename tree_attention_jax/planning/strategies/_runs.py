@@ -7,7 +7,6 @@ import numpy as np
 from tree_attention_jax._arrays import ragged_ranges
 from tree_attention_jax._layout import Layout
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.tiles import entry_unit
 
 
 def laid_end_to_end(lengths: np.ndarray) -> np.ndarray:
@@ -46,7 +45,7 @@ def at_entry_borders(problem: Problem, offset: np.ndarray, node: np.ndarray, cut
         node: [R] the node that each run is.
         cuts: positions on the common axis, up to and including its end.
     """
-    unit = entry_unit(problem)
+    unit = problem.unit
     run = np.searchsorted(offset, cuts, "right") - 1
     inside = run < len(node)  # the end of the axis belongs to no run
     token = (cuts - offset[run])[inside]

@@ -31,16 +31,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_ranges
-from tree_attention_jax.planning.cost import OVERLAP, Shape, shapes_for
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_ranges
+from tree_attention_jax.planning.cost import MASKED_SHARE, ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
-from tree_attention_jax.planning.strategies._levels import Levels, nodes_of_tiles
-from tree_attention_jax.planning.strategies._tail import best_limit
+from tree_attention_jax.planning.strategies._launches import Blocks, price
+from tree_attention_jax.planning.strategies._levels import Levels
+from tree_attention_jax.planning.strategies._segmentation import choose, trace
+from tree_attention_jax.planning.strategies._segments import SegmentSums, segment_times
 from tree_attention_jax.planning.tiling import Tiling
 
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
+# Candidates that the programme finds dearer than the best by more than so many launches are not priced as a whole.
+LAUNCHES_TO_SAVE = 2
 
 
 def auto(problem: Problem) -> Tiling:
@@ -49,239 +53,136 @@ def auto(problem: Problem) -> Tiling:
         return make_tiling(problem, none, none, np.zeros(1, np.int32), none, none, none)
     levels = Levels.of(problem, MAX_SPAN)
     shapes = shapes_for(problem)
-    costs = _Costs.of(problem, levels, shapes)
-    best = min(_candidates(levels, costs, shapes), key=lambda segments: segments.time(problem, shapes))
-    return _emit(problem, levels, best, shapes)
+    return _emit(problem, levels, _cheapest(problem, levels, shapes), shapes)
 
 
 @dataclass(frozen=True)
-class _Costs:
-    """Times of all segments, [shape, with or without the top's tokens, span, node]; and their walked tokens."""
-
-    time: np.ndarray
-    walked: np.ndarray
-    memory: np.ndarray  # [2, span, node]
-    partial: np.ndarray  # [node] time to write a partial for every row, and to read it again
-
-    @staticmethod
-    def of(problem: Problem, levels: Levels, shapes: list[Shape]) -> _Costs:
-        unit = shapes[0].tile.unit
-        tokens = (ceil_div(levels.tokens, unit) * unit).astype(np.float32)
-        total = levels.sum_down(tokens)
-        extra = levels.sum_down(tokens * (levels.rows - 1).astype(np.float32))
-        total = np.stack([total, total - total[0]])
-        extra = np.stack([extra, extra - extra[0]])
-        width = (problem.head_dim + problem.v_head_dim) * problem.itemsize * problem.num_kv_heads
-        memory = total * np.float32(width / problem.profile.bytes_per_us)
-        walked = np.empty((len(shapes), *total.shape), np.float32)
-        time = np.empty_like(walked)
-        for index, shape in enumerate(shapes):
-            tiles = ceil_div(levels.rows, shape.queries).astype(np.float32)
-            # A node that s rows see meets about 1 + (s - 1) / q tiles of q rows, and never more than there are.
-            np.minimum(total + extra / np.float32(shape.queries), total * tiles, out=walked[index])
-            np.copyto(walked[index], total, where=tiles == 1)
-            work = walked[index] * np.float32(shape.masked_token_us)
-            work[0, 0] = walked[index, 0, 0] * np.float32(shape.token_us)  # one node alone needs no mask
-            work += tiles * np.float32(shape.item_us + 0.5 * shape.step_us)
-            work *= np.float32(shape.programs)
-            np.add(np.maximum(work, memory), np.float32(OVERLAP) * np.minimum(work, memory), out=time[index])
-            reread = walked[index] * np.float32(width / problem.profile.l2_bytes_per_us)
-            np.maximum(time[index], reread, out=time[index])
-        partial_bytes = 8.0 * problem.num_q_heads * problem.v_head_dim
-        partial = levels.rows * np.float32(partial_bytes / problem.profile.partial_bytes_per_us)
-        return _Costs(time, walked, memory, partial)
-
-
-@dataclass(frozen=True)
-class _Segments:
-    """A segmentation: tops, whether their own tokens belong to it, how many levels, and the shape."""
+class _Plan:
+    """Segments, [M], as in :class:`Segments`, with all that is decided of them."""
 
     top: np.ndarray
-    below: np.ndarray  # 1: without the top's own tokens
+    below: np.ndarray
     span: np.ndarray
-    shape: np.ndarray
     tiles: np.ndarray
-    tokens: np.ndarray  # about how many a tile walks
-    rows: np.ndarray
-    memory: np.ndarray
+    launch: np.ndarray  # shape * 2 + masked
+    memory: np.ndarray  # of each launch: time to read its K/V once
     has_partials: bool
 
-    @staticmethod
-    def of(levels: Levels, costs: _Costs, shapes: list[Shape], top, below, span, shape) -> _Segments:
-        queries = np.array([s.queries for s in shapes])
-        rows = levels.rows[top]
-        tiles = ceil_div(rows, queries[shape])
-        return _Segments(
-            top=top,
-            below=below,
-            span=span,
-            shape=shape,
-            tiles=tiles,
-            tokens=costs.walked[shape, below, span, top] / tiles,
-            rows=np.minimum(rows, queries[shape]),
-            memory=costs.memory[below, span, top],
-            has_partials=bool(len(top) > 1 and rows.sum() > levels.rows[0]),
-        )
 
-    def launch(self) -> np.ndarray:
-        """Masked and plain items of a shape run as launches of their own: a mask costs registers."""
-        joined = (self.span > 0) | (self.below > 0)
-        return self.shape * 2 + (joined & (self.rows > 1))  # a single row sees all that its tile walks
-
-    def time(self, problem: Problem, shapes: list[Shape]) -> float:
-        """Modelled time of the whole call."""
-        total, partials = 0.0, float(self.has_partials)
-        launch = self.launch()
-        for which in np.unique(launch):
-            mine = launch == which
-            memory = float(self.memory[mine].sum())
-            _, time, splits = best_limit(
-                problem,
-                shapes[which // 2],
-                self.tokens[mine],
-                self.rows[mine],
-                self.tiles[mine],
-                memory,
-                bool(which % 2),
-                self.has_partials,
-            )
-            total += time
-            partials += splits
-        if partials:
-            written = float((self.rows * self.tiles).sum()) if self.has_partials else 0.0
-            moved = 8.0 * problem.num_q_heads * problem.v_head_dim * written
-            total += problem.profile.launch_us + moved / problem.profile.partial_bytes_per_us
-        return total
-
-
-def _candidates(levels: Levels, costs: _Costs, shapes: list[Shape]):
-    """Segmentations worth pricing as a whole: the optimum, the same with fewer launches, and one segment for all."""
-    every = list(range(len(shapes)))
-    best = _solve(levels, costs, shapes, every)
-    yield best
-    used = np.unique(best.shape).tolist()
-    if len(used) > 1:
-        for index in used:
-            yield _solve(levels, costs, shapes, [index])
+def _cheapest(problem: Problem, levels: Levels, shapes: ShapeTable) -> _Plan:
+    """Candidates: the optimum of the programme, the optimum with each shape alone, and one segment for everything."""
+    num_shapes = len(shapes.tiles)
+    sums = SegmentSums.of(levels, problem.unit)
+    alone = np.zeros((2, levels.spans, 1), bool)
+    alone[0, 0] = True
+    inner, leaf = segment_times(problem, shapes, sums.inner, alone), segment_times(problem, shapes, sums.leaf, True)
+    partial_us = problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
+    # Candidate 0 may use every shape, candidate i only shape i - 1.
+    choices = choose(levels, _after_their_best(inner), _after_their_best(leaf), levels.rows * np.float32(partial_us))
+    candidate = np.flatnonzero(choices.cost <= choices.cost[0] + LAUNCHES_TO_SAVE * problem.profile.launch_us)
+    segments = trace(levels, choices.take(candidate))
     if levels.depth <= levels.spans:  # a segment can reach from the virtual root to the deepest leaf
-        for index in every:
-            zero = np.zeros(1, np.int32)
-            yield _Segments.of(levels, costs, shapes, zero, zero + 1, zero + levels.depth - 1, zero + index)
+        candidate = np.append(candidate, np.arange(num_shapes) + 1)
+        segments = segments.and_one_below_the_root(levels.depth - 1, num_shapes)
+    owner = np.repeat(np.arange(len(candidate)), np.diff(segments.indptr))
+
+    picked = sums.pick(levels, segments)
+    joined = (segments.span > 0) | (segments.below > 0)
+    shape = candidate[owner] - 1
+    free = np.flatnonzero(shape < 0)
+    shape[free] = segment_times(problem, shapes, picked.take(free), ~joined[free]).argmin(axis=0)
+    queries = shapes.queries[shape]
+    rows, tiles, walked = np.minimum(picked.rows, queries), picked.tiles(queries), picked.walked(queries)
+    masked = joined & (rows > 1)  # a single row sees all that its tile walks
+    key = _launch_keys(problem, shapes, owner * num_shapes + shape, masked, walked)
+    order = np.argsort(key, kind="stable")
+    first = np.flatnonzero(np.diff(key[order], prepend=-1))
+    blocks = Blocks(first, tiles[order], (walked / tiles)[order], rows[order])
+    memory = blocks.sums(picked.total[order]) * (problem.heads.token_bytes / problem.profile.bytes_per_us)
+    per_launch = key[order[first]]
+    whose = per_launch // (2 * num_shapes)
+
+    written = np.bincount(owner, weights=picked.rows)
+    has_partials = written > problem.layout.num_rows  # some row has several segments
+    pricing = price(
+        problem,
+        shapes.take(per_launch // 2 % num_shapes),
+        blocks,
+        memory,
+        masked=per_launch % 2 * MASKED_SHARE,
+        reduced=has_partials[whose],
+    )
+    total = np.bincount(whose, weights=pricing.time)
+    total += np.where(has_partials, problem.profile.launch_us + written * partial_us, 0)
+    best = int(total.argmin())
+    mine = slice(segments.indptr[best], segments.indptr[best + 1])
+    memory_of = np.zeros(2 * num_shapes)
+    memory_of[per_launch[whose == best] % (2 * num_shapes)] = memory[whose == best]
+    return _Plan(
+        segments.top[mine],
+        segments.below[mine],
+        segments.span[mine],
+        tiles[mine].astype(np.int32),
+        key[mine] % (2 * num_shapes),
+        memory_of,
+        bool(has_partials[best]),
+    )
 
 
-def _solve(levels: Levels, costs: _Costs, shapes: list[Shape], allowed: list[int]) -> _Segments:
-    """The dynamic programme over the given shapes."""
-    num_nodes, low, high = levels.num_nodes, levels.low, levels.high
-    if len(allowed) == 1:
-        time, shape = costs.time[allowed[0]], None
-    else:
-        shape = costs.time[allowed].argmin(axis=0)
-        time = costs.time[allowed].min(axis=0)
-    # Sums over nodes i, i + 1, ... of the levels done so far: a stretch of a level is a difference of two.
-    f_after, h_after = np.zeros(num_nodes + 1, np.float32), np.zeros(num_nodes + 1, np.float32)
-    f_span, h_span = np.zeros(num_nodes, np.int32), np.zeros(num_nodes, np.int32)
-    for level in reversed(range(levels.depth)):
-        first, last = levels.begin[level], levels.begin[level + 1]
-        here = slice(first, last)
-        reach = min(levels.spans, levels.depth - level)
-        beneath = h_after[low[1:reach, here]] - h_after[high[1:reach, here]]
-        partial = costs.partial[here]
-        options = np.empty((reach, last - first), np.float32)
-        options[0] = f_after[low[1, here]] - f_after[high[1, here]]
-        options[1:] = time[1, 1:reach, here] + beneath
-        if level:
-            options[1:] += partial
-        else:  # joined trees that leave nothing below them write final results
-            options[1:] += np.where(low[2 : reach + 1, here] < high[2 : reach + 1, here], partial, 0)
-        h_span[here] = choice = options.argmin(axis=0)
-        h = options[choice, np.arange(last - first)]
-        h_after[here] = h[::-1].cumsum()[::-1] + h_after[last]
-        if level == 0:
-            break
-        options[0] = time[0, 0, here] + h
-        options[1:] = time[0, 1:reach, here] + beneath
-        if level > 1:
-            options += partial
-        else:  # a root's segment that leaves nothing below it writes final results
-            options += np.where(low[1 : reach + 1, here] < high[1 : reach + 1, here], partial, 0)
-        f_span[here] = choice = options.argmin(axis=0)
-        f = options[choice, np.arange(last - first)]
-        f_after[here] = f[::-1].cumsum()[::-1] + f_after[last]
-    top, below, span = _trace(levels, f_span, h_span)
-    chosen = np.full(len(top), allowed[0]) if shape is None else np.array(allowed)[shape[below, span, top]]
-    return _Segments.of(levels, costs, shapes, top, below, span, chosen)
+def _launch_keys(
+    problem: Problem, shapes: ShapeTable, key: np.ndarray, masked: np.ndarray, walked: np.ndarray
+) -> np.ndarray:
+    """``key`` * 2 + masked: masked and plain items run as launches of their own, as a mask costs registers and time.
+
+    Unless that is less than the launch of the plain ones would cost.
+    """
+    shape = key % len(shapes.tiles)
+    costs_us = (shapes.programs * (shapes.masked_token_us - shapes.token_us))[shape] * walked
+    has_masked = np.bincount(key, weights=masked) > 0
+    cheap = np.bincount(key, weights=np.where(masked, 0, costs_us)) < problem.profile.launch_us
+    return key * 2 + (masked | (has_masked & cheap)[key])
 
 
-def _trace(levels: Levels, f_span: np.ndarray, h_span: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Follow the choices from the virtual root: (top, below, span) of every segment."""
-    start = np.zeros((2, levels.num_nodes + 1), np.int32)  # differences of: begins f here, begins h here
-    start[1, 0], start[1, 1] = 1, -1
-    running = np.zeros(2, np.int32)
-    found = []
-    for level in range(levels.depth):
-        first, last = levels.begin[level], levels.begin[level + 1]
-        flags = start[:, first:last].cumsum(axis=1) + running[:, None]
-        running = flags[:, -1].copy()
-        f_node = np.flatnonzero(flags[0]) + first
-        h_flag = flags[1]
-        if len(f_node):
-            span = f_span[f_node]
-            found.append((f_node, np.zeros_like(f_node), span))
-            h_flag[f_node[span == 0] - first] += 1
-            _mark(start[1], levels, f_node[span > 0], span[span > 0])
-        h_node = np.flatnonzero(h_flag) + first
-        if len(h_node):
-            span = h_span[h_node]
-            apart, joined = h_node[span == 0], h_node[span > 0]
-            _mark(start[0], levels, apart, np.ones_like(apart))
-            if len(joined):
-                found.append((joined, np.ones_like(joined), span[span > 0]))
-                _mark(start[1], levels, joined, span[span > 0])
-    return tuple(np.concatenate(part) for part in zip(*found))  # type: ignore[return-value]
+def _after_their_best(times: np.ndarray) -> np.ndarray:
+    """[1 + S, ...]: the minimum over all S shapes, then each."""
+    return np.concatenate([times.min(axis=0, keepdims=True), times])
 
 
-def _mark(change: np.ndarray, levels: Levels, node: np.ndarray, down: np.ndarray) -> None:
-    if len(node):
-        change += np.bincount(levels.low[down, node], minlength=len(change)).astype(np.int32)
-        change -= np.bincount(levels.high[down, node], minlength=len(change)).astype(np.int32)
-
-
-def _emit(problem: Problem, levels: Levels, segments: _Segments, shapes: list[Shape]) -> Tiling:
-    """One block a row tile of each segment."""
-    step = np.array([s.queries for s in shapes], np.int32)[segments.shape]
-    owner, nth = ragged_ranges(np.zeros_like(segments.tiles), segments.tiles)
-    row0 = levels.row_begin[segments.top][owner] + nth * step[owner]
-    row1 = np.minimum(row0 + step[owner], levels.row_end[segments.top][owner])
-    first_level = levels.level[segments.top] + segments.below
-    last_level = levels.level[segments.top] + segments.span
-    tile, node = nodes_of_tiles(problem, row0, row1, (first_level - 1)[owner], (last_level - 1)[owner])
+def _emit(problem: Problem, levels: Levels, plan: _Plan, shapes: ShapeTable) -> Tiling:
+    """One block a row tile of each segment; now that the tiles are known, each launch's split limit is set."""
+    step = shapes.queries.astype(np.int32)[plan.launch // 2]
+    owner, nth = ragged_ranges(np.zeros_like(plan.tiles), plan.tiles)
+    launch = plan.launch[owner]
+    by_launch = np.argsort(launch, kind="stable")
+    owner, nth, launch = owner[by_launch], nth[by_launch], launch[by_launch]
+    top = plan.top[owner]
+    row0 = levels.row_begin[top] + nth * step[owner]
+    row1 = np.minimum(row0 + step[owner], levels.row_end[top])
+    level = levels.level[top]
+    pairs, low, high = levels.nodes_of_tiles(row0, row1, level + plan.below[owner], level + plan.span[owner])
+    run_indptr = exclusive_cumsum(high - low)[pairs]
+    node = levels.node[ragged_ranges(low, high)[1]]
     length = problem.tree.kv_len[node]
-    tokens = np.bincount(tile, weights=length, minlength=len(row0))
-    launch = segments.launch()[owner]
-    limit = np.zeros(len(row0), np.int32)
-    for which in np.unique(launch):
-        mine = launch == which
-        memory = float(segments.memory[segments.launch() == which].sum())
-        limit[mine], _, _ = best_limit(
-            problem,
-            shapes[which // 2],
-            tokens[mine],
-            (row1 - row0)[mine],
-            np.ones(int(mine.sum())),
-            memory,
-            bool(which % 2),
-            segments.has_partials,
-        )
+    first = np.flatnonzero(np.diff(launch, prepend=-1))
+    tokens = np.diff(exclusive_cumsum(length)[run_indptr])
     tiling = make_tiling(
         problem,
         row_begin=row0,
         row_end=row1,
-        run_indptr=exclusive_cumsum(np.bincount(tile, minlength=len(row0))),
+        run_indptr=run_indptr,
         node=node,
         begin=np.zeros(len(node), np.int32),
         end=length,
         kind=launch,
-        tiles=tuple(shape.tile for shape in shapes for _ in range(2)),
+        tiles=tuple(tile for tile in shapes.tiles for _ in range(2)),
     )
-    tiling.max_tokens[:] = limit
+    pricing = price(
+        problem,
+        shapes.take(launch[first] // 2),
+        Blocks(first, np.ones(len(launch)), tokens.astype(np.float64), (row1 - row0).astype(np.float64)),
+        plan.memory[launch[first]],
+        masked=launch[first] % 2 * MASKED_SHARE,
+        reduced=np.full(len(first), plan.has_partials),
+    )
+    tiling.max_tokens[:] = np.repeat(pricing.limit, np.diff(np.append(first, len(launch))))
     return tiling

@@ -40,7 +40,7 @@ def cascade(problem: Problem) -> Tiling:
         mine = launch == level
         tile = _row_tile(problem, rows[mine])
         tiles.append(tile)
-        row_tiles = ceil_div(rows[mine], tile.queries_per_tile(problem.group))
+        row_tiles = ceil_div(rows[mine], tile.queries_per_tile(problem.heads.group))
         max_tokens[mine] = _pages_a_chunk(problem, row_tiles, pages[mine]) * problem.page_size
     tiling = make_tiling(
         problem,
@@ -59,14 +59,14 @@ def cascade(problem: Problem) -> Tiling:
 
 def _row_tile(problem: Problem, rows: np.ndarray) -> TileClass:
     """FlashInfer's choice by the average of matrix rows, up to 16, up to 64, or more; with the widest step."""
-    average = float(rows.mean()) * problem.group if len(rows) else 0.0
+    average = float(rows.mean()) * problem.heads.group if len(rows) else 0.0
     rows_a_tile = 16 if average <= 16 else 64 if average <= 64 else 128
     return profile_tile(problem, rows_a_tile, WIDEST_STEP)
 
 
 def _pages_a_chunk(problem: Problem, row_tiles: np.ndarray, pages: np.ndarray) -> int:
     """Pages of the shortest chunk with which the level's programs still run at once."""
-    room = PROGRAMS_PER_SM * problem.profile.num_sms // problem.num_kv_heads
+    room = PROGRAMS_PER_SM * problem.profile.num_sms // problem.heads.num_kv_heads
     low = max(MIN_CHUNK_TOKENS // problem.page_size, 1)
     high = int(pages.max(initial=1))
     while low < high:

@@ -94,11 +94,11 @@ def greedy(
         price_reads: also charge for reading K/V, as ``ROWS_A_READ`` padded rows a token and tile (not in the paper).
     """
     if q_tiles is None:
-        q_tiles = (max(1, WIDE_ROWS // problem.group), max(1, NARROW_ROWS // problem.group))
+        q_tiles = (max(1, WIDE_ROWS // problem.heads.group), max(1, NARROW_ROWS // problem.heads.group))
     for name, pair in (("q_tiles", q_tiles), ("kv_tiles", kv_tiles), ("kv_splits", kv_splits)):
         if len(pair) != 2 or min(pair) < 1:
             raise ValueError(f"{name} is {pair}: it must be two positive numbers")
-    costs = CostModel(alpha, beta, gamma, problem.group, q_tiles, kv_tiles, price_reads)
+    costs = CostModel(alpha, beta, gamma, problem.heads.group, q_tiles, kv_tiles, price_reads)
     costs, pulling, splits = _rounds(problem, costs, kv_splits, split_below, retile_below)
     return _emit(problem, costs, pulling, splits)
 
@@ -134,7 +134,7 @@ def _programs(problem: Problem, costs: CostModel, pulling: Pulling, splits: list
     queries, tokens = pulling.staying[live], pulling.tokens[live]
     narrow = queries <= costs.q_tiles[1]
     programs = ceil_div(queries, np.where(narrow, costs.q_tiles[1], costs.q_tiles[0]))
-    programs = programs * ceil_div(tokens, np.where(narrow, splits[1], splits[0])) * problem.num_kv_heads
+    programs = programs * ceil_div(tokens, np.where(narrow, splits[1], splits[0])) * problem.heads.num_kv_heads
     return int(programs[~narrow].sum()), int(programs[narrow].sum())
 
 
@@ -144,7 +144,7 @@ def _emit(problem: Problem, costs: CostModel, pulling: Pulling, splits: list[int
     split = np.where(pulling.staying[blocks.owner] <= costs.q_tiles[1], splits[1], splits[0])
     narrow = blocks.row_end - blocks.row_begin <= costs.q_tiles[1]
     pair = tuple(
-        profile_tile(problem, queries * problem.group, kv_tile)
+        profile_tile(problem, queries * problem.heads.group, kv_tile)
         for queries, kv_tile in zip(costs.q_tiles, costs.kv_tiles)
     )
     same = pair[0] == pair[1]

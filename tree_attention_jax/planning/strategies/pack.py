@@ -45,7 +45,7 @@ MIN_PAGES = 8  # an item shorter than this is not halved
 
 
 def pack(problem: Problem) -> Tiling:
-    most = max(1, TILE_ROWS // problem.group)
+    most = max(1, TILE_ROWS // problem.heads.group)
 
     def pulls(queries: int, tokens: int, child_queries: int, _: int) -> bool:
         if queries == child_queries:
@@ -63,7 +63,7 @@ def pack(problem: Problem) -> Tiling:
 
 def items_wanted(problem: Problem) -> int:
     """Items that fill the GPU: two programs an SM."""
-    return 2 * problem.profile.num_sms // max(problem.num_kv_heads, 4)
+    return 2 * problem.profile.num_sms // max(problem.heads.num_kv_heads, 4)
 
 
 def _cut_long(tokens: np.ndarray, page_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -129,6 +129,6 @@ def _emit(problem: Problem, blocks: Blocks, offset: np.ndarray, block, begin, en
         node=node[kept],
         begin=run_begin[kept],
         end=run_end[kept],
-        kind=choose(row_end - row_begin, (end - begin)[used], tiles, problem.group),
+        kind=choose(row_end - row_begin, (end - begin)[used], tiles, problem.heads.group),
         tiles=tiles,
     )

@@ -1,0 +1,116 @@
+"""What a segment costs: a node's rows times some levels, cut into tiles of each of the profile's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tree_attention_jax._arrays import ceil_div
+from tree_attention_jax.planning.cost import OVERLAP, ShapeTable
+from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.strategies._levels import Levels
+from tree_attention_jax.planning.strategies._segmentation import Segments
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the cost of segments depends on: tokens of all their nodes, and the same weighted by rows - 1."""
+
+    rows: np.ndarray  # float32, as all of them
+    total: np.ndarray
+    extra: np.ndarray
+
+    def walked(self, queries: np.ndarray) -> np.ndarray:
+        """Tokens that all tiles of ``queries`` rows walk together.
+
+        A node that s rows see meets about 1 + (s - 1) / queries tiles, and never more than there are.
+        """
+        return np.minimum(self.total + self.extra / queries, self.total * self.tiles(queries))
+
+    def take(self, index: np.ndarray) -> Sums:
+        return Sums(self.rows[index], self.total[index], self.extra[index])
+
+    def tiles(self, queries: np.ndarray) -> np.ndarray:
+        return np.ceil(self.rows / queries)
+
+
+@dataclass(frozen=True)
+class SegmentSums:
+    """Sums of every segment that ``auto`` may choose.
+
+    An inner node's segments are [own, span, inner node]: ``own`` 0 with the node's own tokens and 1 without. A leaf's
+    only segment is itself.
+    """
+
+    inner: Sums
+    leaf: Sums
+
+    @staticmethod
+    def of(levels: Levels, unit: int) -> SegmentSums:
+        rows = levels.rows.astype(np.float32)
+        tokens = (ceil_div(levels.tokens, unit) * unit).astype(np.float32)
+        extra = tokens * (rows - 1)
+
+        def with_and_without(value: np.ndarray) -> np.ndarray:
+            sums = np.empty((2, levels.spans, len(levels.inner)), np.float32)
+            sums[0] = levels.sum_down(value)
+            np.subtract(sums[0], sums[0, 0], out=sums[1])
+            return sums
+
+        inner, leaf = levels.inner, levels.leaf
+        return SegmentSums(
+            Sums(rows[inner], with_and_without(tokens), with_and_without(extra)),
+            Sums(rows[leaf], tokens[leaf], extra[leaf]),
+        )
+
+    def pick(self, levels: Levels, segments: Segments) -> Sums:
+        """Sums of chosen segments, [M]."""
+        place = np.empty(levels.num_nodes, np.int32)
+        place[levels.inner] = np.arange(len(levels.inner))
+        place[levels.leaf] = np.arange(len(levels.leaf))
+        at = place[segments.top]
+        is_leaf = np.ones(levels.num_nodes, bool)
+        is_leaf[levels.inner] = False
+        leaf = is_leaf[segments.top]
+        inner = ~leaf
+
+        def gather(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+            out = np.empty(len(at), np.float32)
+            out[inner] = ours[segments.below[inner], segments.span[inner], at[inner]]
+            out[leaf] = theirs[at[leaf]]
+            return out
+
+        return Sums(
+            levels.rows[segments.top].astype(np.float32),
+            gather(self.inner.total, self.leaf.total),
+            gather(self.inner.extra, self.leaf.extra),
+        )
+
+
+def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums, alone: np.ndarray | bool) -> np.ndarray:
+    """float32 [S, ...]: time of each segment with each shape, as a part of a launch that fills the GPU.
+
+    Args:
+        problem: gives the rates.
+        shapes: S of them.
+        sums: of the segments.
+        alone: where a segment is one node by itself, which needs no mask.
+    """
+
+    def column(values: np.ndarray) -> np.ndarray:
+        return values.astype(np.float32).reshape(-1, *[1] * sums.total.ndim)
+
+    width = problem.heads.token_bytes
+    queries = column(shapes.queries)
+    walked = sums.walked(queries)
+    token_us = np.where(alone, column(shapes.token_us), column(shapes.masked_token_us))
+    work = walked * (token_us * column(shapes.programs))
+    work += sums.tiles(queries) * column(shapes.programs * (shapes.item_us + 0.5 * shapes.step_us))
+    memory = sums.total * np.float32(width / problem.profile.bytes_per_us)
+    time = np.maximum(work, memory)
+    np.minimum(work, memory, out=work)
+    work *= np.float32(OVERLAP)
+    time += work
+    walked *= np.float32(width / problem.profile.l2_bytes_per_us)
+    return np.maximum(time, walked, out=time)
