@@ -1,5 +1,6 @@
 """The README's Python examples run as pasted."""
 
+import os
 import re
 import subprocess
 import sys
@@ -17,5 +18,12 @@ def test_runs_as_pasted(block: str | None, tmp_path: Path):
     assert block, "README.md has no ```python block"
     script = tmp_path / "example.py"
     script.write_text(block, encoding="utf-8")
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(README.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ import tree_attention_jax as ta
 
 HEADS = [Heads(1, 1), Heads(4, 4), Heads(6, 2), Heads(7, 1), Heads(64, 1), Heads(96, 1, 128, 64)]
 GPUS = [None, "NVIDIA H200", "NVIDIA L4"]
-ROOMY = ta.Buckets(queries=128, items=256, partials=4096, buffer=1 << 19)
+ROOMY = ta.Buckets(queries=128, items=1024, partials=16_384, buffer=1 << 19)
 
 advance = jax.jit(ta.TreePlan.advance, compiler_options=quick_compiler_options())
 
