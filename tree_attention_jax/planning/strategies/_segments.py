@@ -28,8 +28,9 @@ class Sums:
         """
         return np.minimum(self.total + self.extra / queries, self.total * self.tiles(queries))
 
-    def take(self, index: np.ndarray) -> Sums:
-        return Sums(self.rows[index], self.total[index], self.extra[index])
+    @staticmethod
+    def concatenate(parts: list[Sums]) -> Sums:
+        return Sums(*(np.concatenate([getattr(part, name) for part in parts]) for name in Sums.__dataclass_fields__))
 
     def tiles(self, queries: np.ndarray) -> np.ndarray:
         return np.ceil(self.rows / queries)

@@ -37,14 +37,12 @@ from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._launches import Blocks, price
 from tree_attention_jax.planning.strategies._levels import Levels
-from tree_attention_jax.planning.strategies._segmentation import choose, trace
-from tree_attention_jax.planning.strategies._segments import SegmentSums, segment_times
+from tree_attention_jax.planning.strategies._segmentation import Segments, cheapest
+from tree_attention_jax.planning.strategies._segments import SegmentSums, Sums, segment_times
 from tree_attention_jax.planning.tiling import Tiling
 
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
-# Candidates that the programme finds dearer than the best by more than so many launches are not priced as a whole.
-LAUNCHES_TO_SAVE = 2
 
 
 def auto(problem: Problem) -> Tiling:
@@ -53,75 +51,85 @@ def auto(problem: Problem) -> Tiling:
         return make_tiling(problem, none, none, np.zeros(1, np.int32), none, none, none)
     levels = Levels.of(problem, MAX_SPAN)
     shapes = shapes_for(problem)
-    return _emit(problem, levels, _cheapest(problem, levels, shapes), shapes)
+    return _emit(problem, levels, _cheapest(problem, shapes, _candidates(problem, levels, shapes)), shapes)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A segmentation with the shape of each segment."""
+
+    segments: Segments
+    sums: Sums
+    shape: np.ndarray
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Segments, [M], as in :class:`Segments`, with all that is decided of them."""
+    """The winner, with what was decided of it; [M] as in :class:`Segments`."""
 
-    top: np.ndarray
-    below: np.ndarray
-    span: np.ndarray
+    segments: Segments
     tiles: np.ndarray
     launch: np.ndarray  # shape * 2 + masked
     memory: np.ndarray  # of each launch: time to read its K/V once
     has_partials: bool
 
 
-def _cheapest(problem: Problem, levels: Levels, shapes: ShapeTable) -> _Plan:
-    """Candidates: the optimum of the programme, the optimum with each shape alone, and one segment for everything."""
-    num_shapes = len(shapes.tiles)
+def _candidates(problem: Problem, levels: Levels, shapes: ShapeTable) -> list[_Candidate]:
+    """The optimum of the programme, the optimum with each of its shapes alone, and one segment for everything."""
     sums = SegmentSums.of(levels, problem.unit)
     alone = np.zeros((2, levels.spans, 1), bool)
     alone[0, 0] = True
     inner, leaf = segment_times(problem, shapes, sums.inner, alone), segment_times(problem, shapes, sums.leaf, True)
-    partial_us = problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
-    # Candidate 0 may use every shape, candidate i only shape i - 1.
-    choices = choose(levels, _after_their_best(inner), _after_their_best(leaf), levels.rows * np.float32(partial_us))
-    candidate = np.flatnonzero(choices.cost <= choices.cost[0] + LAUNCHES_TO_SAVE * problem.profile.launch_us)
-    segments = trace(levels, choices.take(candidate))
-    if levels.depth <= levels.spans:  # a segment can reach from the virtual root to the deepest leaf
-        candidate = np.append(candidate, np.arange(num_shapes) + 1)
-        segments = segments.and_one_below_the_root(levels.depth - 1, num_shapes)
-    owner = np.repeat(np.arange(len(candidate)), np.diff(segments.indptr))
+    partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
 
-    picked = sums.pick(levels, segments)
-    joined = (segments.span > 0) | (segments.below > 0)
-    shape = candidate[owner] - 1
-    free = np.flatnonzero(shape < 0)
-    shape[free] = segment_times(problem, shapes, picked.take(free), ~joined[free]).argmin(axis=0)
+    best = cheapest(levels, inner.min(axis=0), leaf.min(axis=0), partial)
+    picked = sums.pick(levels, best)
+    shape = segment_times(problem, shapes, picked, (best.span == 0) & (best.below == 0)).argmin(axis=0)
+    found = [_Candidate(best, picked, shape)]
+    used = np.flatnonzero(np.bincount(shape))
+    for index in used if len(used) > 1 else ():
+        segments = cheapest(levels, inner[index], leaf[index], partial)
+        found.append(_Candidate(segments, sums.pick(levels, segments), np.full(len(segments.top), index)))
+    if levels.depth <= levels.spans:
+        whole = Segments.whole_forest(levels)
+        picked = sums.pick(levels, whole)
+        found += [_Candidate(whole, picked, np.full(1, index)) for index in range(len(shapes.tiles))]
+    return found
+
+
+def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]) -> _Plan:
+    """The candidate with the least time as a whole: launches with their tails, partials and the reduction."""
+    num_shapes = len(shapes.tiles)
+    counts = [len(candidate.shape) for candidate in candidates]
+    owner = np.repeat(np.arange(len(candidates)), counts)
+    shape = np.concatenate([candidate.shape for candidate in candidates])
+    below = np.concatenate([candidate.segments.below for candidate in candidates])
+    span = np.concatenate([candidate.segments.span for candidate in candidates])
+    sums = Sums.concatenate([candidate.sums for candidate in candidates])
     queries = shapes.queries[shape]
-    rows, tiles, walked = np.minimum(picked.rows, queries), picked.tiles(queries), picked.walked(queries)
-    masked = joined & (rows > 1)  # a single row sees all that its tile walks
+    rows, tiles, walked = np.minimum(sums.rows, queries), sums.tiles(queries), sums.walked(queries)
+    masked = (below + span > 0) & (rows > 1)  # a single row sees all that its tile walks
     key = _launch_keys(problem, shapes, owner * num_shapes + shape, masked, walked)
     order = np.argsort(key, kind="stable")
-    first = np.flatnonzero(np.diff(key[order], prepend=-1))
+    sorted_key = key[order]
+    first = np.flatnonzero(np.diff(sorted_key, prepend=-1))
+    whose, launch = np.divmod(sorted_key[first], 2 * num_shapes)
     blocks = Blocks(first, tiles[order], (walked / tiles)[order], rows[order])
-    memory = blocks.sums(picked.total[order]) * (problem.heads.token_bytes / problem.profile.bytes_per_us)
-    per_launch = key[order[first]]
-    whose = per_launch // (2 * num_shapes)
-
-    written = np.bincount(owner, weights=picked.rows)
+    memory = blocks.sums(sums.total[order]) * (problem.heads.token_bytes / problem.profile.bytes_per_us)
+    written = np.bincount(owner, weights=sums.rows)
     has_partials = written > problem.layout.num_rows  # some row has several segments
     pricing = price(
-        problem,
-        shapes.take(per_launch // 2 % num_shapes),
-        blocks,
-        memory,
-        masked=per_launch % 2 * MASKED_SHARE,
-        reduced=has_partials[whose],
+        problem, shapes.take(launch // 2), blocks, memory, launch % 2 * MASKED_SHARE, reduced=has_partials[whose]
     )
     total = np.bincount(whose, weights=pricing.time)
+    partial_us = problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
     total += np.where(has_partials, problem.profile.launch_us + written * partial_us, 0)
     best = int(total.argmin())
-    mine = slice(segments.indptr[best], segments.indptr[best + 1])
+    mine = slice(sum(counts[:best]), sum(counts[: best + 1]))
     memory_of = np.zeros(2 * num_shapes)
-    memory_of[per_launch[whose == best] % (2 * num_shapes)] = memory[whose == best]
+    memory_of[launch[whose == best]] = memory[whose == best]
     return _Plan(
-        segments.top[mine],
-        segments.below[mine],
-        segments.span[mine],
+        candidates[best].segments,
         tiles[mine].astype(np.int32),
         key[mine] % (2 * num_shapes),
         memory_of,
@@ -143,11 +151,6 @@ def _launch_keys(
     return key * 2 + (masked | (has_masked & cheap)[key])
 
 
-def _after_their_best(times: np.ndarray) -> np.ndarray:
-    """[1 + S, ...]: the minimum over all S shapes, then each."""
-    return np.concatenate([times.min(axis=0, keepdims=True), times])
-
-
 def _emit(problem: Problem, levels: Levels, plan: _Plan, shapes: ShapeTable) -> Tiling:
     """One block a row tile of each segment; now that the tiles are known, each launch's split limit is set."""
     step = shapes.queries.astype(np.int32)[plan.launch // 2]
@@ -155,11 +158,11 @@ def _emit(problem: Problem, levels: Levels, plan: _Plan, shapes: ShapeTable) -> 
     launch = plan.launch[owner]
     by_launch = np.argsort(launch, kind="stable")
     owner, nth, launch = owner[by_launch], nth[by_launch], launch[by_launch]
-    top = plan.top[owner]
+    top = plan.segments.top[owner]
     row0 = levels.row_begin[top] + nth * step[owner]
     row1 = np.minimum(row0 + step[owner], levels.row_end[top])
-    level = levels.level[top]
-    pairs, low, high = levels.nodes_of_tiles(row0, row1, level + plan.below[owner], level + plan.span[owner])
+    level, below, span = levels.level[top], plan.segments.below[owner], plan.segments.span[owner]
+    pairs, low, high = levels.nodes_of_tiles(row0, row1, level + below, level + span)
     run_indptr = exclusive_cumsum(high - low)[pairs]
     node = levels.node[ragged_ranges(low, high)[1]]
     length = problem.tree.kv_len[node]
