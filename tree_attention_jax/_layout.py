@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_arange
+from tree_attention_jax._arrays import exclusive_cumsum
 
 if TYPE_CHECKING:
     from tree_attention_jax.topology import TokenTree
@@ -32,6 +32,8 @@ class Layout:
     row_end: np.ndarray
     old_len: np.ndarray  # tokens that every row of the subtree sees; the rest is causal among the node's rows
     row_query: np.ndarray  # [num_queries] query index of each row
+    query_node: np.ndarray  # [num_queries] in query order
+    query_position: np.ndarray  # [num_queries] absolute
 
     @property
     def num_rows(self) -> int:
@@ -47,8 +49,10 @@ class Layout:
         row_offset = exclusive_cumsum(q_len[order])
         row_begin = row_offset[preorder]
         query_begin = exclusive_cumsum(q_len)[:-1]
-        lengths = q_len[order]
-        row_query = np.repeat(query_begin[order], lengths) + ragged_arange(lengths)
+        query_node = np.repeat(np.arange(len(parent), dtype=np.int32), q_len)
+        nth = np.arange(len(query_node), dtype=np.int32) - query_begin[query_node]
+        row_query = np.empty_like(query_node)
+        row_query[row_begin[query_node] + nth] = np.arange(len(query_node), dtype=np.int32)
         return cls(
             depth=depth,
             position=position,
@@ -59,7 +63,9 @@ class Layout:
             row_end=row_offset[preorder + size],
             # A single new token is seen by its own row and all below, just like an old one.
             old_len=np.where(q_len > 1, kv_len - q_len, kv_len),
-            row_query=row_query.astype(np.int32),
+            row_query=row_query,
+            query_node=query_node,
+            query_position=(position + kv_len - q_len)[query_node] + nth,
         )
 
 

@@ -41,7 +41,17 @@ class TokenTree:
             short, a slot owned twice) is raised by :meth:`check_pages`, which ``plan_tree`` calls.
     """
 
-    __slots__ = ("_checked", "_layout", "first_slot", "kv_len", "page_indices", "page_indptr", "parent", "q_len")
+    __slots__ = (
+        "_checked",
+        "_layout",
+        "_tables",
+        "first_slot",
+        "kv_len",
+        "page_indices",
+        "page_indptr",
+        "parent",
+        "q_len",
+    )
 
     parent: np.ndarray
     kv_len: np.ndarray
@@ -84,6 +94,7 @@ class TokenTree:
         else:
             self.first_slot = as_int_vector("first_slot", first_slot, num_nodes)
         self._checked: set[int] = set()
+        self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._layout: Any = None
         self._validate()
         for array in (self.parent, self.kv_len, self.q_len, self.first_slot, self.page_indptr, self.page_indices):
@@ -169,12 +180,11 @@ class TokenTree:
 
     def query_nodes(self) -> np.ndarray:
         """int32 [num_queries]: the node of each query, in query order."""
-        return np.repeat(np.arange(self.num_nodes, dtype=np.int32), self.q_len)
+        return self.layout.query_node.copy()
 
     def query_positions(self) -> np.ndarray:
         """int32 [num_queries]: absolute positions (tokens of all proper ancestors + index in the node)."""
-        first = self.layout.position + self.kv_len - self.q_len
-        return (np.repeat(first, self.q_len) + ragged_arange(self.q_len)).astype(np.int32)
+        return self.layout.query_position.copy()
 
     @property
     def layout(self) -> Any:
@@ -191,8 +201,10 @@ class TokenTree:
         """``(page_indptr, page_indices)``, filled in for a tree that was made without a table."""
         if self.page_indptr is not None and self.page_indices is not None:
             return self.page_indptr, self.page_indices
-        pages = -(-self.kv_len // page_size)
-        return exclusive_cumsum(pages), np.arange(pages.sum(), dtype=np.int32)
+        if page_size not in self._tables:
+            indptr = exclusive_cumsum(-(-self.kv_len // page_size))
+            self._tables[page_size] = indptr, np.arange(indptr[-1], dtype=np.int32)
+        return self._tables[page_size]
 
     def with_pages(self, page_size: int, reserve: int = 0) -> TokenTree:
         """The same tree on consecutive pages of its own, with room for ``reserve`` more tokens in every leaf.

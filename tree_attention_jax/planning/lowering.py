@@ -72,9 +72,7 @@ def lower(problem: Problem, tiling: Tiling, *, mask_all: bool = False) -> Items:
     pieces = _pieces(problem, tiling, block, row0, row1)
     if mask_all:
         pieces = replace(pieces, masked=np.ones_like(pieces.masked))
-    num_tiles = len(block)
-    plain = _entries(problem, pieces, ~pieces.masked, unit, num_tiles)
-    masked = _entries(problem, pieces, pieces.masked, unit, num_tiles)
+    plain, masked = _entries(problem, pieces, unit)
     return _items(tiling, block, row0, row1, kind, plain, masked)
 
 
@@ -138,7 +136,7 @@ def _pieces(problem: Problem, tiling: Tiling, block: np.ndarray, row0: np.ndarra
 
 def _trim_to_window(problem, tile, node, begin, end, row0, row1) -> np.ndarray:
     """Drop tokens that are too old for every row of the tile; the kernel masks the rest."""
-    position = problem.tree.query_positions()[problem.layout.row_query]
+    position = problem.layout.query_position[problem.layout.row_query]
     edges = np.stack([row0, row1], axis=1).ravel()
     padded = np.append(position, np.iinfo(np.int32).max)
     youngest = np.minimum.reduceat(padded, edges)[::2]
@@ -155,43 +153,63 @@ def _reserve(problem: Problem, old: _Pieces) -> _Pieces:
     return replace(part, begin=part.end, end=part.end + problem.horizon, reserve=np.ones(len(growing), bool))
 
 
-def _entries(problem: Problem, pieces: _Pieces, which: np.ndarray, tile_unit: np.ndarray, num_tiles: int) -> Entries:
+def _entries(problem: Problem, pieces: _Pieces, tile_unit: np.ndarray) -> tuple[Entries, Entries]:
+    """Entries of the plain pieces, and of the masked ones."""
     layout, first_slot = problem.layout, problem.tree.first_slot
-    page_size = problem.page_size
-    if not which.all():
-        pieces = pieces.take(which)
+    page_size, num_tiles = problem.page_size, len(tile_unit)
+    plain_first = np.flatnonzero(~pieces.masked)
+    num_plain = len(plain_first)
+    if 0 < num_plain < len(pieces.masked):
+        pieces = pieces.take(np.concatenate([plain_first, np.flatnonzero(pieces.masked)]))
     unit = tile_unit[pieces.tile]
-    start = first_slot[pieces.node] + pieces.begin
-    stop = first_slot[pieces.node] + pieces.end
-    # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
-    chunk0 = np.where(pieces.reserve, ceil_div(start, unit), start // unit)
+    slot0 = first_slot[pieces.node]
+    start, stop = slot0 + pieces.begin, slot0 + pieces.end
+    chunk0 = start // unit
+    if problem.horizon:
+        # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
+        chunk0 = np.where(pieces.reserve, ceil_div(start, unit), chunk0)
     piece, chunk = ragged_ranges(chunk0, ceil_div(stop, unit))
-    reserve = pieces.reserve[piece]
-    if reserve.any():
-        order = np.lexsort((np.where(reserve, chunk - chunk0[piece] + 1, 0), pieces.tile[piece]))
-        piece, chunk, reserve = piece[order], chunk[order], reserve[order]
+    if problem.horizon:
+        nth = np.where(pieces.reserve[piece], chunk - chunk0[piece] + 1, 0)
+        order = np.lexsort((nth, pieces.tile[piece], pieces.masked[piece]))
+        piece, chunk = piece[order], chunk[order]
     node, unit = pieces.node[piece], unit[piece]
     begin = np.maximum(chunk * unit, start[piece])
-    count = np.where(reserve, 0, np.minimum((chunk + 1) * unit, stop[piece]) - begin).astype(np.int32)
-    indptr, indices = problem.tree.page_table(page_size)
+    count = np.minimum((chunk + 1) * unit, stop[piece]) - begin
+    tile = pieces.tile[piece]
+    filled = tile
+    border = int(np.searchsorted(piece, num_plain)) if not problem.horizon else int((piece < num_plain).sum())
+    filled_border = border
+    if problem.horizon:
+        reserve = pieces.reserve[piece]
+        count[reserve] = 0
+        filled, filled_border = tile[~reserve], border - int(reserve[:border].sum())
+    indptr, indices = problem.pages
     page = begin // page_size
-    slot = indices[indptr[node] + page] * page_size + (begin - page * page_size)
+    word = (indices[indptr[node] + page] * page_size + (begin - page * page_size)) << COUNT_BITS | count
     token = begin - first_slot[node]
-    causal = pieces.causal[piece]
     low = layout.row_begin[node]
+    causal = pieces.causal[piece]
     if causal.any():
         low = np.where(causal, ~(low + token - layout.old_len[node]), low)
-    tile = pieces.tile[piece]
-    return Entries(
-        tile=tile,
-        word=slot << COUNT_BITS | count,
-        position=layout.position[node] + token,
-        low=low,
-        high=layout.row_end[node],
-        node=node,
-        chunk=chunk,
-        indptr=exclusive_cumsum(np.bincount(tile, minlength=num_tiles)),
-        real=np.bincount(tile[~reserve] if problem.horizon else tile, minlength=num_tiles).astype(np.int32),
+    position, high = layout.position[node] + token, layout.row_end[node]
+
+    def part(which: slice, real: np.ndarray) -> Entries:
+        return Entries(
+            tile=tile[which],
+            word=word[which],
+            position=position[which],
+            low=low[which],
+            high=high[which],
+            node=node[which],
+            chunk=chunk[which],
+            indptr=exclusive_cumsum(np.bincount(tile[which], minlength=num_tiles)),
+            real=np.bincount(real, minlength=num_tiles).astype(np.int32),
+        )
+
+    return (
+        part(slice(0, border), filled[:filled_border]),
+        part(slice(border, len(tile)), filled[filled_border:]),
     )
 
 

@@ -81,7 +81,7 @@ def _pack_at(problem: Problem, items: Items, buckets: Buckets, capacity: Buckets
     _write_items(buffer, items, places, partial)
     buffer[places.rows : places.rows + num_rows] = problem.layout.row_query
     buffer[places.rows + num_rows : places.positions] = np.arange(num_rows, row_capacity)
-    buffer[places.positions : places.positions + num_rows] = problem.tree.query_positions()
+    buffer[places.positions : places.positions + num_rows] = problem.layout.query_position
     buffer[places.slots : places.reduce] = -1
     buffer[places.slots : places.slots + num_rows] = _new_token_slots(problem)
     buffer[places.reduce : places.reduce + num_rows + 1] = reduce_ptr + places.lists
@@ -177,9 +177,9 @@ def _write_items(buffer, items: Items, places: _Places, partial) -> None:
 
 def _new_token_slots(problem: Problem) -> np.ndarray:
     """Cache slot of each query's own token, in query order."""
-    tree = problem.tree
-    node = tree.query_nodes()
-    place = tree.first_slot[node] + tree.query_positions() - problem.layout.position[node]
-    indptr, indices = tree.page_table(problem.page_size)
-    page_size = problem.page_size
-    return indices[indptr[node] + place // page_size] * page_size + place % page_size
+    tree, layout, page_size = problem.tree, problem.layout, problem.page_size
+    node = layout.query_node
+    place = (tree.first_slot - layout.position)[node] + layout.query_position
+    indptr, indices = problem.pages
+    page = place // page_size
+    return indices[indptr[node] + page] * page_size + (place - page * page_size)

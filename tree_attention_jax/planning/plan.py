@@ -172,7 +172,7 @@ def plan_tree(
         raise ValueError(f"strategy is {strategy!r}: it must be one of {', '.join(map(repr, STRATEGIES))}")
     tiling = STRATEGIES[strategy](problem, **strategy_options)
     packed = packing.pack(problem, lower(problem, tiling), buckets or Buckets())
-    _, indices = tree.page_table(page_size)
+    _, indices = problem.pages
     host = HostView(
         num_queries=problem.layout.num_rows,
         num_pages=int(indices.max()) + 1 if len(indices) else 0,

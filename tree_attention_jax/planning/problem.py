@@ -6,6 +6,8 @@ import functools
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from pallas_kernels.layout import MAX_UNIT
 from tree_attention_jax._arrays import ceil_div
 from tree_attention_jax._layout import Layout
@@ -49,6 +51,11 @@ class Problem:
     horizon: int
     sliding_window: int | None
     profile: GpuProfile
+
+    @functools.cached_property
+    def pages(self) -> tuple[np.ndarray, np.ndarray]:
+        """The forest's page table: offsets by node, and page ids."""
+        return self.tree.page_table(self.page_size)
 
     @functools.cached_property
     def unit(self) -> int:

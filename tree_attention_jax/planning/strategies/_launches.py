@@ -28,9 +28,11 @@ class Blocks:
     tokens: np.ndarray  # of each tile
     rows: np.ndarray
 
-    def sums(self, values: np.ndarray) -> np.ndarray:
-        """Over each launch: [..., L]."""
-        return np.add.reduceat(values, self.first, axis=-1)
+    def launch(self) -> np.ndarray:
+        """The launch of each group."""
+        opens = np.zeros(len(self.tokens), np.intp)
+        opens[self.first[1:]] = 1
+        return opens.cumsum()
 
 
 @dataclass(frozen=True)
@@ -59,47 +61,39 @@ def price(
         masked: [L] share of the steps that compare intervals.
         reduced: [L] the rows have other partials, so that a split makes no final result partial.
     """
-    profile = problem.profile
+    profile, launch = problem.profile, blocks.launch()
     longest = np.maximum.reduceat(blocks.tokens, blocks.first)
-    steps = blocks.sums(np.ceil(blocks.tokens / np.repeat(shapes.block_kv, _sizes(blocks))) * blocks.count)
-    items = blocks.sums(blocks.count)
-    most = np.ceil(longest / shapes.block_kv)
-    whole = launch_time(profile, shapes, steps, items, most, memory, masked)
-    limit = np.zeros(len(longest), np.int32)
-    halvings = int(np.ceil(np.log2(max(float(longest.max()) / MIN_TOKENS, 1.0))))
-    worth = most * shapes.latency_us > SHORT_TAIL * whole
-    if not halvings or not worth.any():
-        return Pricing(limit, whole)
-    length = MIN_TOKENS * 2.0 ** np.arange(halvings)[:, None]
-    usable = worth & (length >= np.maximum(MIN_TOKENS, shapes.block_kv)) & (length < longest)
-    more, written = _splits(blocks, length, reduced)
-    time = launch_time(profile, shapes, steps, items + more, np.ceil(length / shapes.block_kv), memory, masked)
-    time += np.where(reduced, 0.0, profile.launch_us) + written * (
-        problem.heads.partial_bytes / profile.partial_bytes_per_us
-    )
-    time = np.where(usable, time, np.inf)
-    best, nth = time.min(axis=0), time.argmin(axis=0)
-    split = best < whole
-    limit[split] = length[nth[split], 0].astype(np.int32)
-    return Pricing(limit, np.where(split, best, whole))
+    steps = np.bincount(launch, np.ceil(blocks.tokens / shapes.block_kv[launch]) * blocks.count)
+    items = np.bincount(launch, blocks.count)
+    # Row 0: whole items. The other rows: powers of two.
+    halvings = max(int(longest.max()) - 1, 0).bit_length() - (MIN_TOKENS - 1).bit_length()
+    length = np.full((1 + max(halvings, 0), 1), np.inf)
+    length[1:, 0] = MIN_TOKENS << np.arange(len(length) - 1)
+    more, written = _splits(blocks, launch, length, reduced)
+    most = np.ceil(np.minimum(length, longest) / shapes.block_kv)
+    time = launch_time(profile, shapes, steps, items + more, most, memory, masked)
+    worth = most[0] * shapes.latency_us > SHORT_TAIL * time[0]
+    time[1:] += written[1:] * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
+    time[1:] += np.where(reduced, 0.0, profile.launch_us)
+    time[1:][~(worth & (length[1:] >= shapes.block_kv) & (length[1:] < longest))] = np.inf
+    best = time.argmin(axis=0)
+    limit = np.where(best > 0, length[best, 0], 0).astype(np.int32)
+    return Pricing(limit, time.min(axis=0))
 
 
-def _sizes(blocks: Blocks) -> np.ndarray:
-    return np.diff(np.append(blocks.first, len(blocks.tokens)))
-
-
-def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _splits(
+    blocks: Blocks, launch: np.ndarray, length: np.ndarray, reduced: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """[lengths, L] each: items that splitting adds, and partials written that were not written before."""
-    long = np.flatnonzero(blocks.tokens > MIN_TOKENS)
-    launch = np.repeat(np.arange(len(blocks.first)), _sizes(blocks))[long]
-    pieces = np.ceil(blocks.tokens[long] / length)
-    count = blocks.count[long]
-    written = (pieces - reduced[launch]) * (pieces > 1) * (blocks.rows[long] * count)
-    first = np.searchsorted(launch, np.arange(len(blocks.first)))
-    has = np.append(first[1:], len(long)) > first
-    more = np.zeros((len(length), len(first)))
+    more = np.zeros((len(length), len(blocks.first)))
     new = np.zeros_like(more)
-    if len(long):
+    long = np.flatnonzero(blocks.tokens > MIN_TOKENS)
+    if len(long) and len(length) > 1:
+        launch, count = launch[long], blocks.count[long]
+        first = np.searchsorted(launch, np.arange(len(more[0])))
+        has = np.flatnonzero(np.bincount(launch, minlength=len(more[0])))
+        pieces = np.maximum(np.ceil(blocks.tokens[long] / length), 1)
         more[:, has] = np.add.reduceat((pieces - 1) * count, first[has], axis=1)
+        written = (pieces - reduced[launch]) * (pieces > 1) * (blocks.rows[long] * count)
         new[:, has] = np.add.reduceat(written, first[has], axis=1)
     return more, new

@@ -112,10 +112,10 @@ def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]
     key = _launch_keys(problem, shapes, owner * num_shapes + shape, masked, walked)
     order = np.argsort(key, kind="stable")
     sorted_key = key[order]
-    first = np.flatnonzero(np.diff(sorted_key, prepend=-1))
+    first = _starts(sorted_key)
     whose, launch = np.divmod(sorted_key[first], 2 * num_shapes)
     blocks = Blocks(first, tiles[order], (walked / tiles)[order], rows[order])
-    memory = blocks.sums(sums.total[order]) * (problem.heads.token_bytes / problem.profile.bytes_per_us)
+    memory = np.add.reduceat(sums.total[order], first) * (problem.heads.token_bytes / problem.profile.bytes_per_us)
     written = np.bincount(owner, weights=sums.rows)
     has_partials = written > problem.layout.num_rows  # some row has several segments
     pricing = price(
@@ -166,7 +166,7 @@ def _emit(problem: Problem, levels: Levels, plan: _Plan, shapes: ShapeTable) -> 
     run_indptr = exclusive_cumsum(high - low)[pairs]
     node = levels.node[ragged_ranges(low, high)[1]]
     length = problem.tree.kv_len[node]
-    first = np.flatnonzero(np.diff(launch, prepend=-1))
+    first = _starts(launch)
     tokens = np.diff(exclusive_cumsum(length)[run_indptr])
     tiling = make_tiling(
         problem,
@@ -179,13 +179,22 @@ def _emit(problem: Problem, levels: Levels, plan: _Plan, shapes: ShapeTable) -> 
         kind=launch,
         tiles=tuple(tile for tile in shapes.tiles for _ in range(2)),
     )
+    blocks = Blocks(first, np.ones(len(launch)), tokens.astype(np.float64), (row1 - row0).astype(np.float64))
     pricing = price(
         problem,
         shapes.take(launch[first] // 2),
-        Blocks(first, np.ones(len(launch)), tokens.astype(np.float64), (row1 - row0).astype(np.float64)),
+        blocks,
         plan.memory[launch[first]],
         masked=launch[first] % 2 * MASKED_SHARE,
         reduced=np.full(len(first), plan.has_partials),
     )
-    tiling.max_tokens[:] = np.repeat(pricing.limit, np.diff(np.append(first, len(launch))))
+    tiling.max_tokens[:] = pricing.limit[blocks.launch()]
     return tiling
+
+
+def _starts(values: np.ndarray) -> np.ndarray:
+    """Where each run of equal values begins."""
+    new = np.empty(len(values), bool)
+    new[:1] = True
+    np.not_equal(values[1:], values[:-1], out=new[1:])
+    return np.flatnonzero(new)

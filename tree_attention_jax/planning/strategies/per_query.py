@@ -18,7 +18,7 @@ from tree_attention_jax.planning.tiling import Tiling
 
 def per_query(problem: Problem) -> Tiling:
     tree, layout = problem.tree, problem.layout
-    row, node = _paths(tree.parent, tree.query_nodes()[layout.row_query])
+    row, node = _paths(tree.parent, layout.query_node[layout.row_query])
     order = np.argsort(row, kind="stable")
     row, node = row[order], node[order]
     num_rows = layout.num_rows
