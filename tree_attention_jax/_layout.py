@@ -72,19 +72,18 @@ class Layout:
 def _accumulate(parent: np.ndarray, kv_len: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Depth, tokens of all proper ancestors, and subtree size, by pointer doubling: log2(depth) passes."""
     above = parent.copy()
-    depth = (parent >= 0).astype(np.int32)
-    position = np.where(parent >= 0, kv_len[parent], 0).astype(np.int32)
-    size = np.ones(len(parent), np.int32)
     alive = np.flatnonzero(above >= 0)
+    # Both sums in one word: neither reaches 2^31.
+    path = np.zeros(len(parent), np.int64)
+    path[alive] = (kv_len.astype(np.int64) + (1 << 32))[parent[alive]]
+    size = np.ones(len(parent), np.int32)
     while len(alive):
         up = above[alive]
-        gained = np.bincount(up, weights=size[alive], minlength=len(parent))
-        size = size + gained.astype(np.int32)
-        depth[alive] += depth[up]
-        position[alive] += position[up]
-        above[alive] = above[up]
-        alive = alive[above[alive] >= 0]
-    return depth, position, size
+        size += np.bincount(up, size[alive], len(parent)).astype(np.int32)
+        path[alive] += path[up]
+        above[alive] = up = above[up]
+        alive = alive[up >= 0]
+    return (path >> 32).astype(np.int32), path.astype(np.int32), size
 
 
 def _preorder(parent: np.ndarray, size: np.ndarray, depth: np.ndarray) -> np.ndarray:
@@ -95,8 +94,9 @@ def _preorder(parent: np.ndarray, size: np.ndarray, depth: np.ndarray) -> np.nda
     sorted_parent = parent if by_parent is None else parent[by_parent]
     sorted_size = size if by_parent is None else size[by_parent]
     before = np.cumsum(sorted_size) - sorted_size
-    first = np.flatnonzero(np.concatenate(([True], sorted_parent[1:] != sorted_parent[:-1])))
-    before -= np.repeat(before[first], np.diff(np.append(first, len(parent))))
+    opens = np.ones(len(parent), bool)
+    np.not_equal(sorted_parent[1:], sorted_parent[:-1], out=opens[1:])
+    before -= before[np.flatnonzero(opens)][opens.cumsum() - 1]
     offset = np.empty(len(parent), np.int32)
     offset[slice(None) if by_parent is None else by_parent] = before
     rank = offset + (parent >= 0)
@@ -105,6 +105,6 @@ def _preorder(parent: np.ndarray, size: np.ndarray, depth: np.ndarray) -> np.nda
     while len(alive):  # pointer doubling again
         up = above[alive]
         rank[alive] += rank[up]
-        above[alive] = above[up]
-        alive = alive[above[alive] >= 0]
+        above[alive] = up = above[up]
+        alive = alive[up >= 0]
     return rank

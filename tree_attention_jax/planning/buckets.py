@@ -44,20 +44,21 @@ class Buckets:
     def at_level(self, level: int) -> Buckets:
         """All four capacities."""
         rounded = {name: smallest * GROWTH**level for name, smallest in SMALLEST.items()}
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        given = {name: value for name in SMALLEST if (value := getattr(self, name)) is not None}
         return Buckets(**(rounded | given))
 
-    def lacks(self, capacities: Buckets, **needed: int) -> bool:
-        """Whether a higher level is needed.
+    def level_for(self, **needed: int) -> int:
+        """The lowest level that holds as much.
 
         Raises:
             ValueError: an explicit capacity is too small, which no level can help.
         """
-        lacking = False
+        level = 0
         for name, need in needed.items():
-            have = getattr(capacities, name)
-            if have < need:
-                if getattr(self, name) is not None:
-                    raise ValueError(f"buckets.{name} is {have}: this plan needs {need}")
-                lacking = True
-        return lacking
+            given = getattr(self, name)
+            if given is None:
+                while SMALLEST[name] * GROWTH**level < need:
+                    level += 1
+            elif given < need:
+                raise ValueError(f"buckets.{name} is {given}: this plan needs {need}")
+        return level

@@ -44,33 +44,23 @@ class _Places:
 
 def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     """Lay everything out at the lowest level that holds it."""
-    partials = _partials(problem, items)
-    level = 0
-    while True:
-        packed = _pack_at(problem, items, buckets, buckets.at_level(level), partials)
-        if packed is not None:
-            return packed
-        level += 1
-
-
-def _pack_at(problem: Problem, items: Items, buckets: Buckets, capacity: Buckets, partials) -> Packed | None:
-    """The plan's buffer with these capacities, or None if it does not fit."""
-    num_rows, row_capacity = problem.layout.num_rows, capacity.queries
-    partial, num_partials, reduce_ptr, reduce_list = partials
-    if buckets.lacks(capacity, queries=num_rows, partials=num_partials):
-        return None
-    assert row_capacity is not None
+    num_rows = problem.layout.num_rows
+    partial, num_partials, reduce_ptr, reduce_list = _partials(problem, items)
     launch_counts = np.bincount(items.launch, minlength=len(items.tiles))
-    if buckets.lacks(capacity, items=int(launch_counts.max())):
-        return None
-    places = _places(problem, items, capacity)
-    growing, grow_lists = growth_records(problem, items, places.launches, places.plain, places.masked)
-    growing_at = places.lists + len(reduce_list)
-    grow_lists_at = growing_at + growing.size
-    growing[:, ENTRIES] += grow_lists_at
-    if buckets.lacks(capacity, buffer=grow_lists_at + len(grow_lists)):
-        return None
-    size = capacity.buffer
+    level = buckets.level_for(queries=num_rows, partials=num_partials, items=int(launch_counts.max()))
+    while True:
+        capacity = buckets.at_level(level)
+        places = _places(problem, items, capacity)
+        growing, grow_lists = growth_records(problem, items, places.launches, places.plain, places.masked)
+        growing_at = places.lists + len(reduce_list)
+        grow_lists_at = growing_at + growing.size
+        growing[:, ENTRIES] += grow_lists_at
+        enough = buckets.level_for(buffer=grow_lists_at + len(grow_lists))
+        if enough <= level:
+            break
+        level += 1
+    row_capacity, size = capacity.queries, capacity.buffer
+    assert row_capacity is not None
     assert size is not None
 
     buffer = np.zeros(size, np.int32)
@@ -158,21 +148,19 @@ def _partials(problem: Problem, items: Items):
 
 
 def _write_items(buffer, items: Items, places: _Places, partial) -> None:
-    cursor = 0
-    for index, launch in enumerate(places.launches):
-        end = cursor + int(np.count_nonzero(items.launch == index))
-        records = buffer[launch.items_at : launch.items_at + launch.capacity * lo.ITEM_SIZE].reshape(-1, lo.ITEM_SIZE)
-        here = records[: end - cursor]
-        span = slice(cursor, end)
-        here[:, lo.ROW] = items.row_begin[span]
-        here[:, lo.NUM_ROWS] = items.num_rows[span]
-        here[:, lo.PLAIN_BEGIN] = items.plain_begin[span] * lo.PLAIN_SIZE + places.plain
-        here[:, lo.PLAIN_COUNT] = items.plain_count[span]
-        here[:, lo.MASKED_BEGIN] = items.masked_begin[span] * lo.MASKED_SIZE + places.masked
-        here[:, lo.MASKED_COUNT] = items.masked_count[span]
-        here[:, lo.PARTIAL] = partial[span]
-        here[:, lo.TOKENS] = items.tokens[span]
-        cursor = end
+    records = np.empty((len(items.launch), lo.ITEM_SIZE), np.int32)
+    records[:, lo.ROW] = items.row_begin
+    records[:, lo.NUM_ROWS] = items.num_rows
+    records[:, lo.PLAIN_BEGIN] = items.plain_begin * lo.PLAIN_SIZE + places.plain
+    records[:, lo.PLAIN_COUNT] = items.plain_count
+    records[:, lo.MASKED_BEGIN] = items.masked_begin * lo.MASKED_SIZE + places.masked
+    records[:, lo.MASKED_COUNT] = items.masked_count
+    records[:, lo.PARTIAL] = partial
+    records[:, lo.TOKENS] = items.tokens
+    border = np.searchsorted(items.launch, np.arange(len(places.launches) + 1))
+    for launch, begin, end in zip(places.launches, border[:-1], border[1:]):
+        here = records[begin:end].ravel()
+        buffer[launch.items_at : launch.items_at + len(here)] = here
 
 
 def _new_token_slots(problem: Problem) -> np.ndarray:

@@ -85,11 +85,9 @@ def _choose(levels: Levels, places: _Places, inner_time, leaf_time, partial) -> 
             under -= sums.take(places.low[:reach, here], axis=1)
             options = time[:, :reach, here] + under[BELOW]
             options[BELOW, 0] = under[FROM, 1]
-            below = options[BELOW].min(axis=0)
-            options[FROM, 0] += below
+            options[FROM, 0] += options[BELOW].min(axis=0)
             chosen[:, here] = options.argmin(axis=1)
-            value[FROM, inner[here]] = options[FROM].min(axis=0)
-            value[BELOW, inner[here]] = below
+            value[:, inner[here]] = options.min(axis=1)
         value[:, first:last].cumsum(axis=1, out=sums[:, first + level + 1 : last + level + 1])
     return chosen
 

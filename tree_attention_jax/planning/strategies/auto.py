@@ -41,6 +41,8 @@ from tree_attention_jax.planning.strategies._segmentation import Segments, cheap
 from tree_attention_jax.planning.strategies._segments import SegmentSums, Sums, segment_times
 from tree_attention_jax.planning.tiling import Tiling
 
+# Tiles of a segment may see more tokens than their average: if so many times as many, split limits are priced again.
+LONGER_THAN_THOUGHT = 1.1
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
 
@@ -70,7 +72,9 @@ class _Plan:
     segments: Segments
     tiles: np.ndarray
     launch: np.ndarray  # shape * 2 + masked
-    memory: np.ndarray  # of each launch: time to read its K/V once
+    memory: np.ndarray  # by launch, as the next two: time to read its K/V once
+    longest: np.ndarray  # tokens of a tile, by the estimate
+    limit: np.ndarray  # tokens an item may have at most
     has_partials: bool
 
 
@@ -126,13 +130,20 @@ def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]
     total += np.where(has_partials, problem.profile.launch_us + written * partial_us, 0)
     best = int(total.argmin())
     mine = slice(sum(counts[:best]), sum(counts[: best + 1]))
-    memory_of = np.zeros(2 * num_shapes)
-    memory_of[launch[whose == best]] = memory[whose == best]
+    ours = whose == best
+
+    def by_launch(values: np.ndarray) -> np.ndarray:
+        out = np.zeros(2 * num_shapes, values.dtype)
+        out[launch[ours]] = values[ours]
+        return out
+
     return _Plan(
         candidates[best].segments,
         tiles[mine].astype(np.int32),
         key[mine] % (2 * num_shapes),
-        memory_of,
+        by_launch(memory),
+        by_launch(np.maximum.reduceat(blocks.tokens, first)),
+        by_launch(pricing.limit),
         bool(has_partials[best]),
     )
 
@@ -180,15 +191,14 @@ def _emit(problem: Problem, levels: Levels, plan: _Plan, shapes: ShapeTable) -> 
         tiles=tuple(tile for tile in shapes.tiles for _ in range(2)),
     )
     blocks = Blocks(first, np.ones(len(launch)), tokens.astype(np.float64), (row1 - row0).astype(np.float64))
-    pricing = price(
-        problem,
-        shapes.take(launch[first] // 2),
-        blocks,
-        plan.memory[launch[first]],
-        masked=launch[first] % 2 * MASKED_SHARE,
-        reduced=np.full(len(first), plan.has_partials),
-    )
-    tiling.max_tokens[:] = pricing.limit[blocks.launch()]
+    which = launch[first]
+    limit = plan.limit[which]
+    if (np.maximum.reduceat(blocks.tokens, first) > LONGER_THAN_THOUGHT * plan.longest[which]).any():
+        reduced = np.full(len(first), plan.has_partials)
+        limit = price(
+            problem, shapes.take(which // 2), blocks, plan.memory[which], which % 2 * MASKED_SHARE, reduced
+        ).limit
+    tiling.max_tokens[:] = limit[blocks.launch()]
     return tiling
 
 
