@@ -15,6 +15,8 @@ from pallas_kernels.options import Options
 from pallas_kernels.state import AttentionState
 
 IMPLEMENTATIONS = ("xla", "pallas_triton", "pallas_mosaic", "jax_triton")
+WHAT_WORKS = "'pallas_triton' runs on NVIDIA GPUs, 'xla' anywhere"
+MOSAIC_NEEDS = (0, 11, 2)
 
 
 def resolve(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -54,7 +56,7 @@ def append_first(names: tuple[str, ...], k_pages, v_pages, k_new, v_new, slots) 
                 return _append_xla(k_pages, v_pages, k_new, v_new, slots)
             if name == "pallas_triton":
                 return _append_triton(k_pages, v_pages, k_new, v_new, slots, interpret=_interpret())
-            _attend_with(name)
+            raise NotImplementedError(f"there is no such kernel that appends; {WHAT_WORKS}")
         except NotImplementedError as error:
             reasons.append(f"{name}: {error}")
     raise NotImplementedError("; ".join(reasons))
@@ -66,10 +68,8 @@ def _attend_with(name: str) -> Callable:
     if name == "pallas_triton":
         return functools.partial(_attend_triton, interpret=_interpret())
     if name == "pallas_mosaic":
-        raise NotImplementedError(
-            "there is no Mosaic GPU kernel yet; 'pallas_triton' runs on NVIDIA GPUs, 'xla' anywhere"
-        )
-    raise NotImplementedError("there is no jax-triton kernel yet; 'pallas_triton' runs on NVIDIA GPUs, 'xla' anywhere")
+        return _attend_mosaic
+    raise NotImplementedError(f"there is no jax-triton kernel yet; {WHAT_WORKS}")
 
 
 def _interpret() -> bool:
@@ -121,6 +121,23 @@ def _attend_triton(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, opti
     if shape.partial_rows:
         state = reduce_triton.reduce_partials(buffer, state, shape=shape, interpret=interpret)
     return state.out, state.lse
+
+
+def _attend_mosaic(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, options: Options):
+    """The Mosaic GPU kernel, in its simulator where there is no GPU. No default: it has not run on a device yet."""
+    if jax.__version_info__ < MOSAIC_NEEDS:
+        needed = ".".join(map(str, MOSAIC_NEEDS))
+        raise NotImplementedError(f"the Mosaic kernel needs jax {needed}, this is {jax.__version__}; {WHAT_WORKS}")
+    if not _interpret() and getattr(jax.devices()[0], "compute_capability", None) != "9.0":
+        raise NotImplementedError(f"the Mosaic kernel is for Hopper, this is {jax.devices()[0]}; {WHAT_WORKS}")
+    from pallas_kernels import attend_mosaic  # not on older versions of jax
+
+    try:
+        return attend_mosaic.attend(
+            q, _flat(k_pages), _flat(v_pages), buffer, per_head, shape=shape, options=options, simulate=_interpret()
+        )
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{error}; {WHAT_WORKS}") from None
 
 
 def _append_xla(k_pages, v_pages, k_new, v_new, slots):

@@ -1,0 +1,120 @@
+"""Shapes of the Mosaic GPU kernel: what one program holds, and which plans it can run.
+
+The planner's tile says how many rows an item has at most; how the kernel cuts them is its own business. A *pass* is
+what one program holds at once: ``consumers`` warpgroups of 64 rows, because Hopper's matrix instruction has 64. So a
+tile of 16 rows is one pass with 48 idle rows, and a tile of 128 rows at head dim 256 is two passes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from pallas_kernels import layout as lo
+
+WARPGROUP_ROWS = 64
+WIDTHS = (64, 128, 256)
+# Tiles in shared memory have 8 rows, so that a shorter entry comes with its neighbours.
+SMALLEST_COPY = 8
+# Words of an entry list that one copy brings: enough for a block of 128 tokens in masked entries of 8.
+META_WORDS = 64
+# Columns of the output staged in shared memory at a time.
+CHUNK = 32
+# Equal numbers side by side that hold an LSE: a bulk copy moves at least 16 bytes.
+LSE_COPIES = 8
+# Addresses read together before the copies that need them: a read from global memory takes as long as many copies.
+BATCH = 8
+# Shared memory of a Hopper SM that a program may have, less alignment, barriers and the reductions' scratch.
+SHARED_BYTES = 227 * 1024 - 2048 - 4096
+MAX_STAGES = 8
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The static shape of a launch.
+
+    Attributes:
+        consumers: warpgroups that compute, 64 rows each; one more loads.
+        group, heads: query heads of a KV head, and how many of them a pass holds.
+        queries: queries of a pass.
+        passes: passes that the queries of an item take.
+        head_tiles: passes that the heads of a group take.
+        box: rows that one copy of queries or outputs moves: heads of one query, side by side in memory.
+        block: tokens a step; ``stages``: steps in flight.
+        unit: slots that an entry is copied with, at least 8; ``entries``: entries a step.
+        batch: boxes handled at a time, unrolled.
+    """
+
+    consumers: int
+    group: int
+    heads: int
+    queries: int
+    passes: int
+    head_tiles: int
+    box: int
+    block: int
+    stages: int
+    unit: int
+    batch: int
+
+    @property
+    def rows(self) -> int:
+        return self.consumers * WARPGROUP_ROWS
+
+    @property
+    def boxes(self) -> int:
+        """Copies that move the rows of one warpgroup."""
+        return WARPGROUP_ROWS // self.box
+
+    @property
+    def entries(self) -> int:
+        return self.block // self.unit
+
+    @property
+    def works(self) -> int:
+        """Passes of an item, for one KV head."""
+        return self.head_tiles * self.passes
+
+
+def geometry(shape: lo.WorkShape, tile: lo.TileClass, simulated: bool = False) -> Geometry:
+    """How the kernel runs the items of a tile class. The simulator compiles what is unrolled, so there less is.
+
+    Raises:
+        NotImplementedError: a head dim that the copies cannot bring in the form the matrix units read.
+    """
+    for name, width in (("head_dim", shape.head_dim), ("v_head_dim", shape.v_head_dim)):
+        if width not in WIDTHS:
+            raise NotImplementedError(f"{name} is {width}: the Mosaic kernel takes {', '.join(map(str, WIDTHS))}")
+    widest = max(shape.head_dim, shape.v_head_dim)
+    # Two accumulators of 64 x 256 leave no registers for the second warpgroup.
+    consumers = 2 if tile.rows > WARPGROUP_ROWS and widest <= 128 else 1
+    # Long steps keep the matrix units busy; masks and narrow tiles cannot use them.
+    block = 128 if tile.rows >= WARPGROUP_ROWS and widest <= 128 and not tile.masked else 64
+    rows = consumers * WARPGROUP_ROWS
+    group = shape.group
+    heads = min(group, rows)
+    queries = rows // heads
+    box = math.gcd(heads, group, WARPGROUP_ROWS)
+    return Geometry(
+        consumers=consumers,
+        group=group,
+        heads=heads,
+        queries=queries,
+        passes=-(-tile.queries_per_tile(group) // queries),
+        head_tiles=-(-group // heads),
+        box=box,
+        block=block,
+        stages=_stages(shape, rows, block),
+        unit=max(tile.unit, SMALLEST_COPY),
+        batch=1 if simulated else min(BATCH, WARPGROUP_ROWS // box),
+    )
+
+
+def _stages(shape: lo.WorkShape, rows: int, block: int) -> int:
+    """As many steps in flight as shared memory holds beside queries (as loaded, and as multiplied) and outputs."""
+    itemsize = jnp.dtype(jnp.bfloat16).itemsize
+    fixed = 2 * rows * shape.head_dim * itemsize + rows * (CHUNK * (4 + itemsize) + LSE_COPIES * 4)
+    stage = block * (shape.head_dim + shape.v_head_dim) * itemsize + META_WORDS * 4
+    return min(MAX_STAGES, (SHARED_BYTES - fixed) // stage)

@@ -1,0 +1,200 @@
+"""The loading warpgroup of the Mosaic GPU kernel: bulk copies of query rows and of K and V, an entry at a time.
+
+K and V go through a ring of ``stages`` steps that outlives an item, so the next item's first steps load while this
+one's output is written. Beside each step's keys lies the piece of the entry list that describes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import layout as lo
+from pallas_kernels.mosaic_geometry import META_WORDS, WARPGROUP_ROWS, Geometry
+from pallas_kernels.mosaic_work import Scalar, Work, div, for_each_work, rem
+
+
+class Shared(NamedTuple):
+    """What a program keeps in shared memory, and the barriers over it.
+
+    Attributes:
+        raw: [consumers, 64, D] query rows as they come, one query's heads after another's.
+        queries: the same, tiled and swizzled for the matrix units.
+        keys: [stages, block, D]; ``values``: [stages, block, Dv].
+        meta: int32 [stages, META_WORDS], the entries of each step.
+        out32, out16: [consumers, 64, CHUNK] outputs on their way out, as partials or in q's type.
+        lse: float32 [consumers, 64, LSE_COPIES].
+        raw_full, raw_free: the query rows have come; have been read.
+        keys_full, values_full: a step's tokens have come; ``keys_free``, ``values_free``: no one needs them any more.
+        clean: the slots of a step that hold no token of the entries are zero in ``values``.
+    """
+
+    raw: Any
+    queries: Any
+    keys: Any
+    values: Any
+    meta: Any
+    out32: Any
+    out16: Any
+    lse: Any
+    raw_full: Any
+    raw_free: Any
+    keys_full: Any
+    keys_free: Any
+    values_full: Any
+    values_free: Any
+    clean: Any
+
+
+def barriers(geo: Geometry) -> tuple[Any, ...]:
+    """The last fields of :class:`Shared`. A copy arrives once; so does a warpgroup in place of a copy it leaves out."""
+    return (
+        plgpu.Barrier(num_arrivals=geo.consumers * geo.boxes),
+        plgpu.Barrier(num_arrivals=geo.consumers),
+        plgpu.Barrier(num_arrivals=geo.entries + 1, num_barriers=geo.stages),
+        plgpu.Barrier(num_arrivals=geo.consumers, num_barriers=geo.stages),
+        plgpu.Barrier(num_arrivals=geo.entries, num_barriers=geo.stages),
+        plgpu.Barrier(num_arrivals=geo.consumers, num_barriers=geo.stages),
+        plgpu.Barrier(num_arrivals=1, num_barriers=geo.stages),
+    )
+
+
+def produce(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    buffer_ref: Any,
+    shared: Shared,
+    program: Scalar,
+    *,
+    index: int,
+    grid: int,
+    shape: lo.WorkShape,
+    geo: Geometry,
+) -> None:
+    """Load everything that the consumers of this program ask for, in their order."""
+    masked_too = shape.launches[index].tile.masked
+
+    def one(turn: Scalar, work: Work, step: Scalar) -> Scalar:
+        @pl.when(turn > 0)
+        def _():
+            plgpu.barrier_wait(shared.raw_free)
+
+        _load_queries(q_ref, buffer_ref, shared, work, shape, geo)
+        for masked in (False, True) if masked_too else (False,):
+
+            def load(i: Scalar, step: Scalar, masked: bool = masked) -> Scalar:
+                _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, masked, geo)
+                return step + 1
+
+            step = lax.fori_loop(0, work.blocks(masked, geo), load, step)
+        return step
+
+    steps = for_each_work(buffer_ref, program, index=index, grid=grid, shape=shape, geo=geo, body=one)
+
+    # See every phase end: what is still in flight must not outlive the program.
+    @pl.when(buffer_ref[index] * (shape.num_kv_heads * geo.works) > program)
+    def _():
+        plgpu.barrier_wait(shared.raw_free)
+
+    def drain(i: Scalar, carry: None) -> None:
+        stage = rem(i, geo.stages)
+        plgpu.barrier_wait(shared.keys_free.at[stage])
+        plgpu.barrier_wait(shared.values_free.at[stage])
+
+    lax.fori_loop(jnp.maximum(steps - geo.stages, 0), steps, drain, None)
+
+
+def _load_queries(q_ref: Any, buffer_ref: Any, shared: Shared, work: Work, shape: lo.WorkShape, geo: Geometry) -> None:
+    """Query rows of a pass; a box that is no query of it only arrives, and its rows keep what they held."""
+    for w in range(geo.consumers):
+        for_each_box(
+            buffer_ref,
+            work,
+            jnp.int32(w),
+            shape=shape,
+            geo=geo,
+            final=True,
+            there=lambda query, head, rows, w=w: plgpu.copy_gmem_to_smem(
+                q_ref.at[query, pl.ds(head, geo.box)], shared.raw.at[w, rows], shared.raw_full
+            ),
+            absent=lambda: plgpu.barrier_arrive(shared.raw_full),
+        )
+
+
+def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absent=None) -> None:
+    """``there(place, head, rows)`` for every box of rows of a warpgroup that are live, ``absent()`` for the others.
+
+    ``place`` is the query (``final``) or the place of its partial, ``rows`` a slice of the warpgroup's 64.
+    """
+
+    def boxes(i: Scalar, carry: None) -> None:
+        found = []
+        for j in range(geo.batch):
+            box = i * geo.batch + j
+            row = warpgroup * WARPGROUP_ROWS + box * geo.box
+            n, head = div(row, geo.heads), work.head + rem(row, geo.heads)
+            live = (n < work.queries) & (head < geo.group)
+            place = buffer_ref[shape.rows_at + work.row + jnp.where(live, n, 0)] if final else work.partial + n
+            found.append((live, place, work.kv_head * geo.group + head, pl.ds(box * geo.box, geo.box)))
+        for live, place, head, rows in found:
+
+            @pl.when(live)
+            def _(place=place, head=head, rows=rows):
+                there(place, head, rows)
+
+            if absent is not None:
+
+                @pl.when(jnp.logical_not(live))
+                def _():
+                    absent()
+
+    lax.fori_loop(0, geo.boxes // geo.batch, boxes, None)
+
+
+def _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, masked, geo) -> None:
+    """Step ``i`` of a pass. An entry is copied with the whole stretch of ``unit`` slots it lies in, from a multiple of
+    ``unit`` on, because tiles in shared memory begin at multiples of 8 rows."""
+    stage = rem(step, geo.stages)
+    begin, count = work.entries(masked)
+    size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
+    first = i * geo.entries
+    listed = [first + e < count for e in range(geo.entries)]
+    words = [buffer_ref[begin + jnp.where(x, first + e, 0) * size + lo.WORD] for e, x in enumerate(listed)]
+    used = step >= geo.stages
+
+    @pl.when(used)
+    def _():
+        plgpu.barrier_wait(shared.keys_free.at[stage])
+
+    plgpu.copy_gmem_to_smem(
+        buffer_ref.at[pl.ds(begin + first * size, META_WORDS)], shared.meta.at[stage], shared.keys_full.at[stage]
+    )
+    _load_entries(k_ref, shared.keys, shared.keys_full, stage, work.kv_head, listed, words, geo)
+
+    @pl.when(used)
+    def _():
+        plgpu.barrier_wait(shared.values_free.at[stage])
+
+    _load_entries(v_ref, shared.values, shared.values_full, stage, work.kv_head, listed, words, geo)
+
+
+def _load_entries(cache_ref, ring, full, stage, kv_head, listed, words, geo) -> None:
+    for e, (there, word) in enumerate(zip(listed, words)):
+
+        @pl.when(there)
+        def _(e=e, word=word):
+            slot = pl.multiple_of((word >> lo.COUNT_BITS) & -geo.unit, geo.unit)
+            plgpu.copy_gmem_to_smem(
+                cache_ref.at[pl.ds(slot, geo.unit), kv_head],
+                ring.at[stage, pl.ds(e * geo.unit, geo.unit)],
+                full.at[stage],
+            )
+
+        @pl.when(jnp.logical_not(there))
+        def _():
+            plgpu.barrier_arrive(full.at[stage])

@@ -1,0 +1,52 @@
+"""The two matrix products of attention, apart from the kernel so that a simulator without tensor cores can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+class Products(NamedTuple):
+    """Both operands in shared memory, except the weights.
+
+    Attributes:
+        scores: (queries [64, D], keys [T, D]) -> float32 [64, T].
+        accumulate: (out float32 [64, Dv], weights [64, T], values [T, Dv]) -> out + weights values.
+    """
+
+    scores: Callable[[Any, Any], jax.Array]
+    accumulate: Callable[[jax.Array, jax.Array, Any], jax.Array]
+
+
+def _scores(queries, keys) -> jax.Array:
+    def multiply(accumulator):
+        plgpu.wgmma(accumulator, queries, keys.transpose((1, 0)))
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((queries.shape[0], keys.shape[0]), jnp.float32))
+
+
+def _accumulate(out, weights, values) -> jax.Array:
+    def multiply(accumulator):
+        plgpu.wgmma(accumulator, weights, values)
+
+    return pl.run_state(multiply)(plgpu.ACC.init(out))
+
+
+WGMMA = Products(_scores, _accumulate)
+
+
+def _plain_scores(queries, keys) -> jax.Array:
+    return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
+
+
+def _plain_accumulate(out, weights, values) -> jax.Array:
+    return out + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+
+
+PLAIN = Products(_plain_scores, _plain_accumulate)

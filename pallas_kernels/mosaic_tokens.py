@@ -1,0 +1,100 @@
+"""What a step's tokens are, from the entries beside them: which slots hold one, who sees it, where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import layout as lo
+from pallas_kernels.mosaic_geometry import Geometry
+from pallas_kernels.mosaic_work import Scalar
+
+
+class Entries(NamedTuple):
+    """The entries of one step, a scalar each.
+
+    Attributes:
+        begin: the slot of the first token within the stretch of ``unit`` slots that was copied.
+        filled: how many tokens; 0 where the list has ended.
+        position: of the first token; ``low``, ``high``: who sees it (masked entries).
+    """
+
+    begin: tuple[Scalar, ...]
+    filled: tuple[Scalar, ...]
+    position: tuple[Scalar, ...]
+    low: tuple[Scalar, ...]
+    high: tuple[Scalar, ...]
+
+
+def read_entries(meta_ref: Any, stage: Scalar, left: Scalar, masked: bool, geo: Geometry) -> Entries:
+    """The entries of a step, of which ``left`` are in the list."""
+    size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
+
+    def field(which: int) -> tuple[Scalar, ...]:
+        return tuple(meta_ref[stage, e * size + which] for e in range(geo.entries))
+
+    words = field(lo.WORD)
+    return Entries(
+        begin=tuple((word >> lo.COUNT_BITS) & (geo.unit - 1) for word in words),
+        filled=tuple(jnp.where(e < left, word & lo.COUNT_MASK, 0) for e, word in enumerate(words)),
+        position=field(lo.POSITION),
+        low=field(lo.LOW) if masked else (),
+        high=field(lo.HIGH) if masked else (),
+    )
+
+
+def all_filled(entries: Entries, geo: Geometry) -> Scalar:
+    """Whether every slot of the step holds a token."""
+    least = entries.filled[0]
+    for filled in entries.filled[1:]:
+        least = jnp.minimum(least, filled)
+    return least == geo.unit
+
+
+def pick(values: Sequence[Scalar], entry: jax.Array) -> jax.Array:
+    """``values[entry]`` for an array of entry numbers: the compiler knows most of them, so few selects remain."""
+    picked = jnp.broadcast_to(values[0], entry.shape)
+    for e, value in enumerate(values[1:], 1):
+        picked = jnp.where(entry == e, value, picked)
+    return picked
+
+
+class Tokens(NamedTuple):
+    """Arrays over the slots of a step, of any shape.
+
+    Attributes:
+        number: which token of its entry a slot holds; ``entry``: of which entry.
+        filled: whether it holds one.
+    """
+
+    entry: jax.Array
+    number: jax.Array
+    filled: jax.Array
+
+
+def tokens_at(slot: jax.Array, entries: Entries, geo: Geometry) -> Tokens:
+    """The tokens in slots ``slot`` of a step."""
+    entry = slot >> (geo.unit.bit_length() - 1)
+    number = (slot & (geo.unit - 1)) - pick(entries.begin, entry)
+    return Tokens(entry, number, (number >= 0) & (number < pick(entries.filled, entry)))
+
+
+def step_slots(shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Slot numbers along ``axis``, spread over a matrix as the matrix units hold it."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def seen_by(row: jax.Array, tokens: Tokens, entries: Entries) -> jax.Array:
+    """Whether rows ``row`` see the tokens of masked entries; both of the same shape."""
+    low = pick(entries.low, tokens.entry)
+    low = jnp.where(low < 0, ~low + tokens.number, low)
+    return tokens.filled & (low <= row) & (row < pick(entries.high, tokens.entry))
+
+
+def positions(tokens: Tokens, entries: Entries) -> jax.Array:
+    """Absolute positions of tokens."""
+    return pick(entries.position, tokens.entry) + tokens.number

@@ -1,0 +1,165 @@
+"""Partial attention as a Pallas kernel (Mosaic GPU backend), for Hopper.
+
+One program takes one pass of an item and one KV head after another. A warpgroup loads (:mod:`.mosaic_load`) while one
+or two others compute, 64 rows each (:mod:`.mosaic_attend`). :mod:`pallas_kernels.partial_xla` is the version this must
+equal.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import layout as lo
+from pallas_kernels.mosaic_attend import consume
+from pallas_kernels.mosaic_geometry import (
+    CHUNK,
+    LSE_COPIES,
+    META_WORDS,
+    SMALLEST_COPY,
+    WARPGROUP_ROWS,
+    Geometry,
+    geometry,
+)
+from pallas_kernels.mosaic_load import Shared, barriers, produce
+from pallas_kernels.mosaic_products import PLAIN, WGMMA
+from pallas_kernels.mosaic_store import Outputs
+from pallas_kernels.options import Options
+
+# Registers a thread where two warpgroups compute: they take what the loading one leaves of 3 x 168. One that computes
+# alone has enough without.
+LOAD_REGISTERS = 56
+COMPUTE_REGISTERS = 224
+SIMULATED_PROGRAMS = 2
+
+
+def partial_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    buffer: jax.Array,
+    per_head: jax.Array | None,
+    state: Outputs | None,
+    *,
+    index: int,
+    shape: lo.WorkShape,
+    options: Options,
+    interpret: Any = None,
+) -> Outputs:
+    """Run the items of launch ``index``. Arguments as in :func:`pallas_kernels.partial_xla.partial_attention`.
+
+    ``state`` None (the first launch): outputs start uninitialised; every row a reader looks at gets written.
+    ``interpret``: parameters of the simulator (``InterpretGPUParams``); None: a GPU.
+
+    Raises:
+        NotImplementedError: a type, head dim or pool that this kernel cannot do.
+    """
+    launch = shape.launches[index]
+    _check(q, k, v)
+    geo = geometry(shape, launch.tile, simulated=interpret is not None)
+    grid = min(launch.grid, SIMULATED_PROGRAMS) if interpret is not None else launch.grid
+    mesh = plgpu.Mesh(grid=(grid,), grid_names=("program",), num_threads=geo.consumers + 1, thread_name="warpgroup")
+    # tanh.approx would cost more precision than a capped logit can lose.
+    parameters = plgpu.CompilerParams(
+        approx_math=options.logits_soft_cap is None, lowering_semantics=plgpu.LoweringSemantics.Lane
+    )
+    outputs = Outputs(
+        jax.ShapeDtypeStruct((q.shape[0], shape.num_q_heads, shape.v_head_dim), q.dtype),
+        jax.ShapeDtypeStruct((q.shape[0], shape.num_q_heads, LSE_COPIES), jnp.float32),
+        jax.ShapeDtypeStruct((max(shape.partial_rows, 1), shape.num_q_heads, shape.v_head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((max(shape.partial_rows, 1), shape.num_q_heads, LSE_COPIES), jnp.float32),
+    )
+    kernel = functools.partial(
+        _kernel,
+        index=index,
+        grid=grid,
+        shape=shape,
+        geo=geo,
+        options=options,
+        products=WGMMA if interpret is None else PLAIN,
+        dtype=q.dtype,
+    )
+    operands = [q, k, v, buffer] + ([per_head] if options.uses_heads else [])
+    run = functools.partial(
+        pl.kernel,
+        kernel,
+        mesh=mesh,
+        compiler_params=parameters,
+        interpret=False if interpret is None else interpret,
+        name=f"tree_mosaic_{launch.tile.name()}",
+    )
+    if state is None:
+        return Outputs(*run(out_type=tuple(outputs))(*operands))
+    refs = [jax.new_ref(x) for x in state]
+    run()(*operands, *refs)
+    return Outputs(*(jax.freeze(ref) for ref in refs))
+
+
+def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """The matrix units take two operands of one 16-bit type from shared memory, as the copies bring them."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
+        raise NotImplementedError(
+            f"q, K and V have dtypes {q.dtype}, {k.dtype} and {v.dtype}: the Mosaic kernel takes bfloat16 or float16, "
+            f"the same for all three"
+        )
+    if k.shape[0] % SMALLEST_COPY:
+        raise NotImplementedError(
+            f"a pool of {k.shape[0]} slots: the Mosaic kernel copies {SMALLEST_COPY} slots at once, so it needs a "
+            f"multiple of that, which page sizes of 8 and more give"
+        )
+
+
+def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, grid, shape, geo, options, products, dtype):
+    per_head_ref = refs[0] if options.uses_heads else None
+    outputs = Outputs(*refs[-4:])
+
+    def run(*shared):
+        shared = Shared(*shared)
+        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+        common = {"index": index, "grid": grid, "shape": shape, "geo": geo}
+
+        @pl.when(warpgroup < geo.consumers)
+        def _():
+            if geo.consumers > 1:
+                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            consume(
+                buffer_ref,
+                per_head_ref,
+                outputs,
+                shared,
+                program,
+                warpgroup,
+                **common,
+                options=options,
+                products=products,
+            )
+
+        @pl.when(warpgroup == geo.consumers)
+        def _():
+            if geo.consumers > 1:
+                plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+            produce(q_ref, k_ref, v_ref, buffer_ref, shared, program, **common)
+
+    pl.run_scoped(run, *_scratch(shape, geo, dtype), *barriers(geo), collective_axes="warpgroup")
+
+
+def _scratch(shape: lo.WorkShape, geo: Geometry, dtype) -> list[Any]:
+    """The arrays of :class:`Shared`. What the matrix units read is tiled and swizzled as they expect it."""
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    rows = (geo.consumers, WARPGROUP_ROWS)
+    return [
+        plgpu.SMEM((*rows, shape.head_dim), dtype),
+        plgpu.SMEM((*rows, shape.head_dim), dtype, transforms=tiled),
+        plgpu.SMEM((geo.stages, geo.block, shape.head_dim), dtype, transforms=tiled),
+        plgpu.SMEM((geo.stages, geo.block, shape.v_head_dim), dtype, transforms=tiled),
+        plgpu.SMEM((geo.stages, META_WORDS), jnp.int32),
+        plgpu.SMEM((*rows, CHUNK), jnp.float32),
+        plgpu.SMEM((*rows, CHUNK), dtype),
+        plgpu.SMEM((*rows, LSE_COPIES), jnp.float32),
+    ]
