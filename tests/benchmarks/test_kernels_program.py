@@ -1,0 +1,216 @@
+"""``benchmarks.kernels`` whole, on small cells: what it records of ours and of peers that run, refuse, fail or err."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import harness, kernels
+from benchmarks.peers import Ready, Unsuitable, jax_own
+from benchmarks.suites import Cell
+
+CELLS = [Cell("1,2,4_32,16,8", 4, 2, head_dim=16), Cell("2x32+draft16", 4, 2, head_dim=16)]
+
+
+class Oracle:
+    """A peer that is right."""
+
+    name = "oracle"
+
+    def prepare(self, inputs):
+        ready = jax_own.JaxAttention("xla").prepare(inputs)
+        return Ready(ready.run, ready.wait, ready.output, ready.layers, note="as told")
+
+
+class Wrong(Oracle):
+    name = "wrong"
+
+    def prepare(self, inputs):
+        ready = super().prepare(inputs)
+        return Ready(ready.run, ready.wait, lambda out: ready.output(out) * np.float32(1.1), ready.layers)
+
+
+class Refusing:
+    name = "refusing"
+
+    def prepare(self, inputs):
+        raise Unsuitable("only on Sundays")
+
+
+class Failing:
+    name = "failing"
+
+    def prepare(self, inputs):
+        raise ZeroDivisionError("in its planner")
+
+
+class Captured(Oracle):
+    """Its graph cannot be captured."""
+
+    name = "captured"
+
+    def prepare(self, inputs):
+        ready = super().prepare(inputs)
+
+        def capture():
+            raise RuntimeError("an operation that no graph takes")
+
+        return Ready(ready.run, ready.wait, ready.output, ready.layers, capture)
+
+
+@pytest.fixture
+def program(monkeypatch, clock_for_cupti, tmp_path):
+    """Runs it with some peers: (exit code, what it wrote)."""
+    monkeypatch.setattr(kernels, "cells", lambda suite: iter(CELLS))
+    path = tmp_path / "out.json"
+
+    def run(*arguments: str, peers: tuple = ()) -> tuple[int, dict]:
+        monkeypatch.setattr(kernels, "find_peers", lambda spec: [peer() for peer in peers])
+        code = kernels.main(["--json", str(path), *arguments])
+        return code, json.loads(path.read_text())
+
+    return run
+
+
+def test_rows_of_ours(program, capsys):
+    code, report = program("--only", "draft", "--strategies", "auto,per_query", "--wall")
+    assert code == 0
+    assert [(row["tree"], row["strategy"]) for row in report["rows"]] == [
+        (CELLS[1].name, strategy) for strategy in ("auto", "per_query")
+    ]
+    for row in report["rows"]:
+        assert row["error"] < 0.01
+        assert row["us"] > 0
+        assert row["wall_us"] > 0
+        assert row["floor_us"] >= 0
+        assert row["heads"] == [4, 2]
+        assert (row["head_dim"], row["page_size"]) == (16, 16)
+    assert report["suite"] == "fasttree"
+    assert report["environment"]["jax"] == jax.__version__
+    assert "geometric mean" in capsys.readouterr().out
+
+
+def test_peers_beside_ours(program, capsys):
+    code, report = program("--only", "1,2,4", "--wall", peers=(Failing, Refusing, Wrong, Captured, Oracle))
+    assert code == 0  # what a peer cannot do is no failure of this program
+    rows = {row["peer"]: row for row in report["peers"]}
+    assert rows["failing"]["failed"] == "ZeroDivisionError: in its planner"
+    assert rows["refusing"]["why_not"] == "only on Sundays"
+    assert "its result is wrong: relative error 1.0e-01" in rows["wrong"]["failed"]
+    assert "no graph takes" in rows["captured"]["not_captured"]
+    assert rows["captured"]["wall_us"] > 0
+    assert rows["oracle"]["note"] == "as told"
+    assert rows["oracle"]["error"] < 0.01
+    assert "failed" not in rows["oracle"]
+    shown = capsys.readouterr().out
+    assert "only on Sundays" in shown
+    assert "best peer / ours" in shown
+
+
+def test_a_strategy_that_cannot_plan_is_recorded(program, monkeypatch):
+    def compile_or_not(cell, strategy):
+        if strategy == "per_node":
+            raise MemoryError("too many items")
+        return compiled(cell, strategy)
+
+    compiled = kernels._compile
+    monkeypatch.setattr(kernels, "_compile", compile_or_not)
+    code, report = program("--only", "draft", "--strategies", "per_node,auto")
+    assert code == 1
+    assert [row.get("failed") for row in report["rows"]] == ["MemoryError: too many items", None]
+
+
+def test_resume_adds_what_is_missing(program):
+    program("--only", "1,2,4")
+    before, _ = program("--only", "draft", "--resume", peers=(Refusing,))
+    _, report = program("--resume", peers=(Refusing,))
+    assert [row["tree"] for row in report["rows"]] == [cell.name for cell in CELLS]
+    assert sorted(row["tree"] for row in report["peers"]) == [cell.name for cell in CELLS]
+    assert before == 0
+
+
+def test_a_gpu_that_no_longer_answers_ends_the_run(program, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "_alive", lambda: False)
+    code, report = program("--strategies", "none", peers=(Failing, Oracle))
+    assert code == 3
+    assert [row["peer"] for row in report["peers"]] == ["failing"]  # the rest is for --resume
+    assert "--resume" in capsys.readouterr().out
+
+
+def test_page_size_of_all_cells(program):
+    _, report = program("--only", "1,2,4", "--page-size", "4")
+    assert [row["page_size"] for row in report["rows"]] == [4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--suite", "fastree"], "invalid choice: 'fastree'"),
+        (["--strategies", "auto,best"], "--strategies: best unknown: known are"),
+        (["--peers", "pat"], "--peers: peer is 'pat': known are flashinfer"),
+        (["--peers", "deft"], "--peers: peer deft needs a checkout"),
+        (["--resume"], "--resume needs --json"),
+    ],
+)
+def test_command_lines_that_say_what_is_wrong(arguments, told, capsys):
+    with pytest.raises(SystemExit):
+        kernels.main(arguments)
+    assert told in capsys.readouterr().err
+
+
+def test_no_cell_of_that_name():
+    with pytest.raises(SystemExit, match="no cell of suite long has '16/1' in its label"):
+        kernels.main(["--suite", "long", "--only", "16/1"])
+
+
+class Cupti:
+    """jaxlib's extension, with recorded events."""
+
+    def __init__(self, events):
+        self.events, self.on = events, False
+
+    def _cupti_init(self):
+        self.on = True
+
+    def _cupti_get_timings(self, finalize):
+        assert self.on
+        self.on = False
+        return self.events
+
+
+@pytest.mark.parametrize(
+    ("events", "wanted"),
+    [
+        ([("a", 2.0), ("b", 1.0)] * 2 + [("a", 8.0), ("b", 1.0)], {"a": 1000.0, "b": 500.0}),  # the median run
+        ([("a", 1.0), ("a", 2.0), ("b", 6.0), ("a", 3.0)], {"a": 1000.0, "b": 1000.0}),  # runs unlike: their mean
+    ],
+)
+def test_kernel_times_from_cupti(monkeypatch, events, wanted):
+    from jax.experimental.mosaic.gpu import profiler
+
+    calls = []
+    monkeypatch.setattr(profiler, "mosaic_gpu_lib", types.SimpleNamespace(_mosaic_gpu_ext=Cupti(events)))
+    found = harness.kernel_times_of(lambda: calls.append(1), lambda _: None, layers=2, repeats=3)
+    assert found == pytest.approx(wanted)
+    assert len(calls) == 4  # one to warm up
+
+
+def test_kernel_times_without_cupti(monkeypatch):
+    from jax.experimental.mosaic.gpu import profiler
+
+    monkeypatch.setattr(profiler, "mosaic_gpu_lib", None)
+    with pytest.raises(RuntimeError, match="need an NVIDIA GPU"):
+        harness.kernel_times_of(lambda: None, lambda _: None, 1)
+    monkeypatch.setattr(profiler, "mosaic_gpu_lib", types.SimpleNamespace(_mosaic_gpu_ext=Cupti([])))
+    with pytest.raises(RuntimeError, match="saw no kernel"):
+        harness.kernel_times_of(lambda: None, lambda _: None, 1)
+
+
+def test_the_environment_names_what_peers_have_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", types.SimpleNamespace(__version__="0.0.1"))
+    assert harness.environment()["flashinfer"] == "0.0.1"
