@@ -19,6 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -265,27 +266,32 @@ def _named(cell: Cell) -> dict[str, Any]:
 
 
 class _Progress:
-    """A bar at the bottom of a terminal; nothing elsewhere, where the lines do."""
+    """A bar at the bottom of a terminal; nothing elsewhere, or without ``rich``: the printed lines tell enough."""
 
     def __init__(self, total: int):
-        from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+        self._bar: Any = None
+        if sys.stdout.isatty() and find_spec("rich") is not None:
+            from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-        self._bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar.disable = not sys.stdout.isatty()
-        self._task = self._bar.add_task("", total=total)
+            self._bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+            self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> _Progress:
-        self._bar.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
     def __call__(self, text: str) -> None:
-        self._bar.update(self._task, description=text[:40])
+        if self._bar is not None:
+            self._bar.update(self._task, description=text[:40])
 
     def done(self) -> None:
-        self._bar.advance(self._task)
+        if self._bar is not None:
+            self._bar.advance(self._task)
 
 
 def _line(row: dict[str, Any]) -> str:
