@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +30,17 @@ class Forest:
     def total_tokens(self) -> int:
         return sum(n * t for n, t in zip(self.nodes, self.tokens))
 
-    def build(self, tree: SequenceTree) -> np.ndarray:
-        """Adds it to a tree, marked as prefilled: the leaves' handles."""
-        leaves = np.array([tree.add_request(np.ones(self.tokens[0], np.int32)) for _ in range(self.nodes[0])])
+    def apart(self) -> Forest:
+        """The same sequences with nothing shared."""
+        return Forest((self.sequences,), (sum(self.tokens),))
+
+    def build(self, tree: SequenceTree, reserve: int = 0) -> np.ndarray:
+        """Adds it to a tree, marked as prefilled: the leaves' handles.
+
+        reserve: tokens that a prompt without forks takes pages for, next to its own.
+        """
+        prompt = np.ones(self.tokens[0], np.int32)
+        leaves = np.array([tree.add_request(prompt, reserve=reserve) for _ in range(self.nodes[0])])
         tree.commit()
         for above, count, tokens in zip(self.nodes, self.nodes[1:], self.tokens[1:]):
             leaves = np.concatenate([tree.fork(int(leaf), count // above) for leaf in leaves])
@@ -45,14 +53,69 @@ class Forest:
 # FastTree names its workloads by structure: 4 system prompts x 128 questions; 8 branches x 20 shots x 16 questions;
 # 32 questions x 4 chains; 16 branches of 4 documents x 8 questions. The lengths are typical ones: 2,000 tokens for a
 # system prompt, 100 for a shot, 1,000 for a document, 64 for a question.
-WORKLOADS = {
+FORESTS = {
     "A": Forest((4, 512), (2000, 64)),
     "B": Forest((8, 128), (2000, 64)),
     "C": Forest((1, 32, 128), (1000, 64, 0)),
     "D": Forest((16, 128), (4000, 64)),
-    "fewshot": Forest((1, 20), (4000, 0)),
     "bestof64": Forest((1, 64), (4000, 0)),
+    "fewshot20": Forest((1, 20), (4000, 0)),  # DeFT's few-shot prompt and widths
+    "fewshot30": Forest((1, 30), (4000, 0)),
+    "fewshot50": Forest((1, 50), (4000, 0)),
 }
+DRAFTS = {f"draft{nodes}": nodes for nodes in (32, 64, 128, 256)}
+TRACES = {"tot-sorting": "sorting", "tot-docmerge": "docmerge"}
+GROUPS = {
+    "fasttree": ["A", "B", "C", "D"],
+    "deft": ["fewshot20", "fewshot30", "fewshot50", *DRAFTS, *TRACES],
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and what to decode below them: a continuation of each leaf; or rounds of `draft_nodes` drafted tokens
+    below the one leaf; or the tree of a recorded search, below the one leaf too."""
+
+    forest: Forest
+    draft_nodes: int = 0
+    trace: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return "draft" if self.draft_nodes else "replay" if self.trace else "generate"
+
+    def scaled(self) -> Workload:
+        """A hundredth of the tokens, and at most two roots and four sequences below each: to see that it works."""
+        trace = tuple((parent, max(1, n // 100), max(1, -(-start // 100))) for parent, n, start in self.trace)
+        forest = Forest((1,), (trace[0][1],)) if trace else scaled(self.forest)
+        return Workload(forest, max(8, self.draft_nodes // 8) if self.draft_nodes else 0, trace)
+
+    def longest(self, new_tokens: int) -> int:
+        """Tokens from the root to the end of the longest sequence there will be, drafts included."""
+        if not self.trace:
+            return sum(self.forest.tokens) + new_tokens + self.draft_nodes
+        ends: list[int] = []
+        for parent, tokens, _ in self.trace:
+            ends.append(tokens + (ends[parent] if parent >= 0 else 0))
+        return max(ends)
+
+
+def workload(name: str) -> Workload:
+    """A workload by its name; ValueError names those there are."""
+    if name in FORESTS:
+        return Workload(FORESTS[name])
+    if name in DRAFTS:
+        return Workload(Forest((1,), (4000,)), draft_nodes=DRAFTS[name])
+    if name in TRACES:
+        trace = tuple(map(tuple, thoughts(TRACES[name])))
+        return Workload(Forest((1,), (trace[0][1],)), trace=trace)
+    raise ValueError(f"workload is {name!r}: known are {', '.join([*FORESTS, *DRAFTS, *TRACES, *GROUPS])}")
+
+
+def named(names: str) -> dict[str, Workload]:
+    """Workloads by comma-separated names, which may be those of groups."""
+    listed = [one for name in names.split(",") for one in GROUPS.get(name, [name])]
+    return {name: workload(name) for name in listed}
 
 
 def scaled(forest: Forest) -> Forest:
@@ -69,7 +132,7 @@ def thoughts(name: str) -> list[list[int]]:
     return trees[name]
 
 
-def replay(tree: SequenceTree, root: int, trace: list[list[int]]) -> Iterator[np.ndarray]:
+def replay(tree: SequenceTree, root: int, trace: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
     """Grows a tree below a prefilled leaf as it grew in the record: yields the leaves of each step, one pending token
     each. The caller computes them before it asks for the next step."""
     children: dict[int, list[int]] = {}

@@ -89,24 +89,3 @@ def check_index(cache, rows):
         assert forest.parent[row] == (parent if isinstance(parent, int) else -1)
         assert forest.parent[row] < 0 or forest.kept[forest.parent[row]]
     assert set(cache._root_keys) == {row for row in kept if forest.parent[row] < 0}
-
-
-def freeze(*objects):
-    """A comparable snapshot of everything that objects hold: two equal ones mean that nothing changed."""
-
-    def walk(value):
-        if isinstance(value, np.ndarray):
-            return value.dtype.str, value.shape, value.tobytes()
-        if isinstance(value, dict):
-            return [(walk(k), walk(v)) for k, v in value.items()]
-        if isinstance(value, (list, tuple)):
-            return [walk(v) for v in value]
-        if isinstance(value, (int, float, str, bool, np.generic, type(None))):
-            return value
-        if id(value) in seen or callable(value):
-            return type(value).__name__
-        seen.add(id(value))
-        return walk(vars(value))
-
-    seen = set()
-    return [walk(o) for o in objects]

@@ -2,7 +2,7 @@ import pickle
 
 import numpy as np
 import pytest
-from forest_invariants import freeze
+from freezing import freeze
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

@@ -2,7 +2,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from forest_invariants import check_forest, freeze
+from forest_invariants import check_forest
+from freezing import freeze
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

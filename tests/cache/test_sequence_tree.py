@@ -1,7 +1,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forest_invariants import check_forest, freeze
+from forest_invariants import check_forest
+from freezing import freeze
 from simulated_tree import SimulatedTree, path_hashes
 
 from tree_attention_jax.cache import Moves, OutOfPages, PagePool, RadixCache, SequenceTree, move_slots

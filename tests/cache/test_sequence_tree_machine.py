@@ -7,7 +7,8 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from forest_invariants import check_forest, freeze
+from forest_invariants import check_forest
+from freezing import freeze
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

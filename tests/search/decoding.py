@@ -12,19 +12,21 @@ PAGE_SIZE = 4
 
 
 @cache
-def tiny_config():
+def tiny_config(num_layers=2):
     from tree_attention_jax.models import LlamaConfig
 
-    return LlamaConfig(13, 32, 48, num_layers=2, num_q_heads=6, num_kv_heads=2, head_dim=16)
+    return LlamaConfig(13, 32, 48, num_layers, num_q_heads=6, num_kv_heads=2, head_dim=16)
 
 
 @cache
-def tiny_model():
+def tiny_model(num_layers=2):
+    """Two layers: the second one's K/V tell what the first attended to. One: half as much to compile for a loop."""
     from flax import nnx
 
     from tree_attention_jax.models import Llama
 
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: Llama(tiny_config(), dtype="float32", rngs=nnx.Rngs(0))))
+    config = tiny_config(num_layers)
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype="float32", rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(7)
 
     def weights(x):
@@ -60,7 +62,11 @@ def greedy(model, prompt, n):
     return tokens[len(prompt) :]
 
 
-def make_decoder(num_pages=64, **options):
+def make_decoder(num_pages=64, num_layers=2, strategy="flatten", **options):
+    """A decoder that compiles little: with one block of queries, plans of growing trees have one shape.
+
+    That every strategy computes the same is shown elsewhere.
+    """
     from tree_attention_jax.search import TreeDecoder
 
-    return TreeDecoder(tiny_model(), num_pages, PAGE_SIZE, **options)
+    return TreeDecoder(tiny_model(num_layers), num_pages, PAGE_SIZE, strategy=strategy, **options)

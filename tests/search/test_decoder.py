@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +13,11 @@ import pytest
 pytest.importorskip("flax")
 
 from decoding import TINY, dense_log_probs, greedy, make_decoder, tiny_model
+from freezing import freeze
 from toy_model import ToyModel, run
 
 from tree_attention_jax.cache import OutOfPages
-from tree_attention_jax.search import BeamSearch, BestOfN, SpeculativeVerify, TreeDecoder
+from tree_attention_jax.search import BeamSearch, BestOfN, Decision, SpeculativeVerify, TreeDecoder
 from tree_attention_jax.search.loops import Sampling, sample_tokens
 from tree_attention_jax.search.step_statistics import StepStatistics, kv_tokens
 from tree_attention_jax.topology import TokenTree
@@ -39,7 +43,7 @@ class DenseModel(ToyModel):
 
 def test_chunked_prefill_gives_the_logits_of_dense_attention():
     for chunk in (3, 4, 64):
-        decoder = make_decoder(prefill_chunk=chunk)
+        decoder = make_decoder(prefill_chunk=chunk, strategy="auto")
         _, logits = decoder.prefill(PROMPT)
         np.testing.assert_allclose(
             jax.nn.log_softmax(logits), dense_log_probs(tiny_model(), PROMPT)[-1], rtol=0, atol=2e-4
@@ -75,7 +79,7 @@ def test_beam_search_is_the_one_over_dense_attention(top_k):
     def controller():
         return BeamSearch(width=3, max_length=6, eos=[7, 2], length_penalty=0.6)
 
-    decoder = make_decoder()
+    decoder = make_decoder(strategy="auto")
     leaf, logits = decoder.prefill(PROMPT)
     [found] = decoder.search([leaf], logits, [controller()], top_k)
     wanted = controller()
@@ -126,7 +130,7 @@ def host_samples(prompt, n, max_new_tokens, sampling, eos, seed):
     ids=["greedy", "hot", "top-p"],
 )
 def test_blocks_give_the_tokens_of_single_steps(sampling, horizon):
-    n, length, eos = 4, 11, (7, 3)
+    n, length, eos = 4, 11, (7, 1)
     wanted = host_samples(PROMPT, n, length, sampling, eos, seed=5)
     decoder = make_decoder()
     leaf, logits = decoder.prefill(PROMPT)
@@ -146,7 +150,7 @@ def test_leaves_go_on_after_a_block():
     decoder = make_decoder()
     leaf, logits = decoder.prefill(PROMPT)
     leaves = decoder.tree.fork(leaf, 3)
-    decoder.generate(leaves, logits, 18, sampling=Sampling(1.3), eos=(7, 3), horizon=16, seed=1)
+    decoder.generate(leaves, logits, 18, sampling=Sampling(1.3), eos=(7, 1), horizon=16, seed=1)
     logits = decoder.forward(leaves)
     leaves = decoder.tree.branch(leaves, [2, 0, 2, 1])
     for one, row in zip(leaves, np.asarray(logits)[[2, 0, 2, 1]]):
@@ -159,24 +163,51 @@ def test_leaves_go_on_after_a_block():
     assert tokens[-5:].tolist() == greedy(tiny_model(), tokens[:-5].tolist(), 5)
 
 
-def test_the_next_block_is_planned_before_the_last_one_is_read(monkeypatch):
-    """The order of host work: plan, plan, land, plan, land, ... and never two plans without a block to plan for."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlowModel:
+    """The tiny model, with a pause on the device in every call."""
+
+    model: Any
+    pause: jax.Array  # int32, of about 10 us each
+
+    config, dtype = TINY, jnp.dtype(jnp.float32)
+
+    def __call__(self, *args, **options):
+        logits, k_pages, v_pages = self.model(*args, **options)
+        spun = jax.lax.fori_loop(0, self.pause, lambda _, x: jnp.sin(x), logits)
+        return logits + 0 * spun, k_pages, v_pages
+
+
+def test_the_next_block_is_planned_while_the_last_one_runs(monkeypatch):
+    """Plan, plan, land, plan, land, ...: and when the host is through with a plan, the block before is not."""
     from tree_attention_jax.search import generation
 
-    events = []
-    for name in ("dispatch", "land"):
-        method = getattr(generation._Run, name)
+    events, blocks = [], []
+    dispatch, land = generation._Run.dispatch, generation._Run.land
 
-        def traced(self, *args, _name=name, _method=method, **kwargs):
-            result = _method(self, *args, **kwargs)
-            events.append(_name if _name == "land" or result is not None else "nothing")
-            return result
+    def traced_dispatch(self, ahead):
+        flying = dispatch(self, ahead)
+        if ahead and flying is not None:
+            events.append("planned ahead" if not blocks[-1].steps.is_ready() else "planned late")
+        else:
+            events.append("dispatched" if flying is not None else "nothing left")
+        if flying is not None:
+            blocks.append(flying.block)
+        return flying
 
-        monkeypatch.setattr(generation._Run, name, traced)
-    decoder = make_decoder()
+    def traced_land(self, flying):
+        land(self, flying)
+        events.append("landed")
+
+    monkeypatch.setattr(generation._Run, "dispatch", traced_dispatch)
+    monkeypatch.setattr(generation._Run, "land", traced_land)
+    decoder = make_decoder(num_layers=1)
     leaf, logits = decoder.prefill(PROMPT)
+    decoder.model = SlowModel(decoder.model, jnp.int32(15_000))
     decoder.generate([leaf], logits, 13, sampling=Sampling(0.0), horizon=4)
-    assert events == ["dispatch", "dispatch", "land", "dispatch", "land", "nothing", "land"]
+    ahead, landed = "planned ahead", "landed"
+    assert events == ["dispatched", ahead, landed, ahead, landed, "nothing left", landed]
 
 
 # ---------------------------------------------------------------------- drafts
@@ -214,7 +245,7 @@ def test_statistics_count_shared_bytes_once():
     decoder = make_decoder(on_step=seen.append)
     leaf, logits = decoder.prefill(PROMPT)
     leaves = decoder.tree.fork(leaf, 3)
-    decoder.generate(leaves, logits, 5, sampling=Sampling(0.0), horizon=4)
+    decoder.generate(leaves, logits, 5, sampling=Sampling(0.0), eos=(7, 1), horizon=4)
     assert seen == decoder.statistics
     width = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
     block = seen[1]
@@ -263,3 +294,63 @@ def test_bad_input_is_named_and_changes_nothing():
     decoder.tree.append(leaf, 3)
     with pytest.raises(ValueError, match="pending tokens"):
         decoder.generate([leaf], logits, 4)
+
+
+class Script:
+    """A controller that says what it was told to say: (parents, tokens) for each step, then that it is done."""
+
+    def __init__(self, *steps):
+        self.steps = list(steps)
+
+    def decide(self, scores):
+        parents, tokens = self.steps.pop(0) if self.steps else ([], [])
+        return Decision(np.array(parents, int), np.array(tokens, int), not parents)
+
+    def results(self):
+        return []
+
+
+@pytest.mark.parametrize(
+    ("parents", "tokens", "message"),
+    [
+        ([0] * 4, [1] * 4, r"controllers\[1\] asks for 4 leaves: 5 in all, of at most 4"),
+        ([0, 1], [1, 1], r"controllers\[1\]: parents\[1\] is 1, not a row of its scores \(0..0\)"),
+        ([0, 0], [1, 13], r"controllers\[1\]: tokens\[1\] is 13, not a token id \(0..12\)"),
+    ],
+    ids=["leaves", "parents", "tokens"],
+)
+def test_a_controller_that_asks_too_much_changes_nothing(parents, tokens, message):
+    decoder = make_decoder(max_leaves=4)
+    leaves = [decoder.tree.add_request(prompt) for prompt in (PROMPT, PROMPT[3:])]
+    decoder.tree.commit()
+    before = freeze(decoder.tree)
+    with pytest.raises(ValueError, match=message):
+        decoder.search(leaves, jnp.zeros((2, TINY.vocab_size)), [BeamSearch(1, 5), Script((parents, tokens))])
+    assert freeze(decoder.tree) == before
+
+
+def test_requests_that_shrink_make_room_for_those_that_grow():
+    decoder = make_decoder(max_leaves=4)
+    leaves = [decoder.tree.add_request(prompt) for prompt in (PROMPT, PROMPT[3:])]
+    decoder.tree.commit()
+    one, three = ([0], [5]), ([0, 0, 0], [1, 2, 3])
+    decoder.search(leaves, jnp.zeros((2, TINY.vocab_size)), [Script(one, three), Script(three, one)])
+    assert [s.queries for s in decoder.statistics] == [4, 4]
+    assert decoder.tree.num_leaves == 0
+
+
+def test_running_out_of_pages_leaves_whole_blocks():
+    decoder = make_decoder()
+    leaf, logits = decoder.prefill(PROMPT)
+    leaves = decoder.tree.fork(leaf, 4)
+    taken = decoder.tree.pool.alloc(decoder.tree.pool.num_free - 13)
+    with pytest.raises(OutOfPages):
+        decoder.generate(leaves, logits, 30, sampling=Sampling(0.0), eos=(7, 1), horizon=4)
+    decoder.tree.pool.free(taken)
+    lengths = {decoder.tree.length(int(one)) - len(PROMPT) for one in leaves}
+    assert len(lengths) == 1
+    assert (lengths.pop() - 1) % 4 == 0
+    assert decoder.tree.pending_tokens().size == 4
+    for one, row in zip(leaves, decoder.forward(leaves)):
+        wanted = dense_log_probs(tiny_model(), decoder.tree.tokens(int(one)))[-1]
+        np.testing.assert_allclose(jax.nn.log_softmax(row), wanted, rtol=0, atol=2e-4)

@@ -60,7 +60,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_device_finds_what_the_host_finds(case):
     options = CASES[case]
-    decoder = make_decoder()
+    decoder = make_decoder(num_layers=1)
     leaf, logits = decoder.prefill(PROMPT)
     free = decoder.tree.pool.num_free
     found = beam_search(decoder, leaf, logits, **options)

@@ -37,7 +37,7 @@ def evaluate(tokens, lengths, log_probs):
 @partial(jax.jit, static_argnames="rules")
 def dense_search(prompts, prompt_lengths, start, start_length, ended, key, *, rules):
     """One search of the twin. An embedding is the whole path, and the model reads prompt and path at every node."""
-    model, batch = tiny_model(), prompts.shape[0]
+    model, batch = tiny_model(1), prompts.shape[0]
 
     def log_probs_after(path, length):
         def one(prompt, n, path, m):
@@ -101,7 +101,7 @@ def twin(rules, seed):
 @pytest.mark.parametrize("policy", ["gumbel", pytest.param("muzero", marks=pytest.mark.slow)])
 def test_the_search_is_the_one_over_dense_attention(policy):
     rules = replace(RULES, policy=policy)
-    decoder = make_decoder(num_pages=32)
+    decoder = make_decoder(num_pages=32, num_layers=1)
     leaves, logits = zip(*map(decoder.prefill, PROMPTS))
     free = decoder.tree.pool.num_free
     options = {name: getattr(rules, name) for name in rules.__dataclass_fields__}
@@ -115,12 +115,12 @@ def test_the_search_is_the_one_over_dense_attention(policy):
 
 
 def test_the_search_finds_better_sequences_than_greedy_decoding():
-    decoder = make_decoder(num_pages=32)
+    decoder = make_decoder(num_pages=32, num_layers=1)
     leaves, logits = zip(*map(decoder.prefill, PROMPTS))
     options = {name: getattr(RULES, name) for name in RULES.__dataclass_fields__}
     found = mcts_decode(decoder, leaves, jnp.stack(logits), evaluate, seed=0, **options)
     for prompt, one in zip(PROMPTS, found):
-        assert WORTH[one.tokens].mean() > WORTH[greedy(tiny_model(), prompt, len(one.tokens))].mean()
+        assert WORTH[one.tokens].mean() > WORTH[greedy(tiny_model(1), prompt, len(one.tokens))].mean()
 
 
 def test_keep_paths_frees_the_rest():

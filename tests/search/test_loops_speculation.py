@@ -19,7 +19,7 @@ PROMPT = [5, 1, 7, 7, 2, 9, 5, 1, 7, 0, 4]
 
 
 def lookup(history, draft_length, max_ngram):
-    """The same draft, with loops over the history."""
+    """The same draft, with loops over the history, and whether the last token occurred before."""
     n = len(history)
     best = 0, n - 1
     for begin in range(1, n):
@@ -28,7 +28,7 @@ def lookup(history, draft_length, max_ngram):
             back += 1
         best = max(best, (back, begin)) if back else best
     begin = best[1]
-    return [history[begin + i % (n - begin)] for i in range(draft_length)] if best[0] else None
+    return [history[begin + i % (n - begin)] for i in range(draft_length)], best[0] > 0
 
 
 def test_the_draft_is_what_followed_the_longest_latest_match():
@@ -37,24 +37,37 @@ def test_the_draft_is_what_followed_the_longest_latest_match():
     found = 0
     for _ in range(300):
         history = rng.integers(0, 4, rng.integers(1, 25)).tolist()
-        wanted = lookup(history, 5, 3)
+        wanted, occurred = lookup(history, 5, 3)
         padded = jnp.array(history + [3] * (32 - len(history)), jnp.int32)
         got = draft(padded, len(history), 5, 3).tolist()
-        assert wanted is None or got == wanted, history
-        found += wanted is not None
+        assert got == wanted, history
+        found += occurred
     assert found > 200
 
 
+def host_rounds(prompt, tokens, draft_length, max_ngram):
+    """How many rounds of draft and greedy acceptance a host needs for the target's own `tokens`."""
+    done, rounds = 1, 0
+    while done < len(tokens):
+        draft, _ = lookup([*prompt, *tokens[:done]], draft_length, max_ngram)
+        right = 0
+        while right < draft_length and done + right < len(tokens) and draft[right] == tokens[done + right]:
+            right += 1
+        done, rounds = done + right + 1, rounds + 1
+    return rounds
+
+
 @pytest.mark.parametrize(("eos", "max_new_tokens"), [((), 21), ((2, 9), 30)], ids=["length", "eos"])
-def test_tokens_are_the_greedy_ones(eos, max_new_tokens):
-    decoder = make_decoder()
+def test_tokens_and_rounds_are_the_hosts(eos, max_new_tokens):
+    decoder = make_decoder(num_layers=1)
     leaf, logits = decoder.prefill(PROMPT)
     free = decoder.tree.pool.num_free
     found = speculative_decode(decoder, leaf, logits, max_new_tokens, draft_length=4, eos=eos)
-    wanted = greedy(tiny_model(), PROMPT, max_new_tokens)
+    wanted = greedy(tiny_model(1), PROMPT, max_new_tokens)
     stops = [i for i, token in enumerate(wanted) if token in eos]
     wanted = wanted[: stops[0] + 1] if stops else wanted
     assert found.tokens.tolist() == wanted
+    assert found.rounds == host_rounds(PROMPT, wanted, 4, 3)
     # The tiny model repeats itself, so in the longer answer some of a draft is right.
     assert found.rounds < len(wanted) - (1 if not eos else 0)
     assert decoder.tree.pool.num_free == free
@@ -83,7 +96,7 @@ def test_sampled_acceptance_has_the_targets_distribution():
 
 
 def test_sampling_repeats_with_its_seed():
-    decoder = make_decoder()
+    decoder = make_decoder(num_layers=1)
     leaf, logits = decoder.prefill(PROMPT)
     options = dict(draft_length=4, sampling=Sampling(1.5))
     runs = [speculative_decode(decoder, leaf, logits, 12, seed=seed, **options).tokens.tolist() for seed in (1, 1, 2)]
@@ -92,7 +105,7 @@ def test_sampling_repeats_with_its_seed():
 
 
 def test_bad_input_is_named():
-    decoder = make_decoder()
+    decoder = make_decoder(num_layers=1)
     leaf, logits = decoder.prefill(PROMPT)
     with pytest.raises(ValueError, match="draft_length must be at least 1"):
         speculative_decode(decoder, leaf, logits, 4, draft_length=0)

@@ -149,5 +149,7 @@ def test_a_batch_of_trees_by_vmap():
 def test_misuse():
     with pytest.raises(ValueError, match="give capacity, or slots"):
         TreeState.create()
+    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
+        TreeState.create(0)
     with pytest.raises(ValueError, match="not empty"):
         TreeState.create(slots=np.zeros(0, int))

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tree_attention_jax.cache import PagePool, RadixCache, SequenceTree, move_slots
-from tree_attention_jax.planning import TreePlan, plan_tree
-from tree_attention_jax.search.controller import Hypothesis
+from tree_attention_jax.cache._checks import as_tokens, check_range
+from tree_attention_jax.planning import Buckets, TreePlan, plan_tree
+from tree_attention_jax.search.controller import Decision, Hypothesis
 from tree_attention_jax.search.loops.sampling import Sampling
 from tree_attention_jax.search.step_statistics import StepStatistics, kv_tokens
 from tree_attention_jax.topology import TokenTree
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from tree_attention_jax.search.generation import Generated
 
 __all__ = ["TreeDecoder"]
+
+FEWEST_QUERIES = 16
 
 
 class TreeDecoder:
@@ -129,9 +132,14 @@ class TreeDecoder:
         order = np.argsort(np.concatenate([at for at, _ in found]), kind="stable")
         return found[0][1] if len(found) == 1 else jnp.concatenate([logits for _, logits in found])[order]
 
-    def plan(self, tree: TokenTree, horizon: int = 0, **options: Any) -> TreePlan:
-        """A plan for the model's heads and this cache."""
+    def plan(self, tree: TokenTree, horizon: int = 0, buckets: Buckets | None = None) -> TreePlan:
+        """A plan for the model's heads and this cache.
+
+        buckets: default: a power of two of queries, and the rest by the plan's size. The whole model runs on as many
+            rows as there is room for queries, so that room should not grow with the tree.
+        """
         config = self.model.config
+        buckets = buckets or Buckets(queries=max(FEWEST_QUERIES, 1 << max(0, tree.num_queries - 1).bit_length()))
         return plan_tree(
             tree,
             page_size=self.page_size,
@@ -142,7 +150,7 @@ class TreeDecoder:
             strategy=self.strategy,
             sliding_window=config.sliding_window,
             horizon=horizon,
-            **options,
+            buckets=buckets,
         )
 
     # ------------------------------------------------------------------ search
@@ -163,6 +171,11 @@ class TreeDecoder:
                 `results`.
             top_k: show the controllers the likeliest tokens only, which saves sending the rest to the host. A
                 beam search of width w over g groups finds the same with w / g * (1 + number of eos tokens).
+
+        Raises:
+            ValueError: the controllers ask for more leaves than `max_leaves`, or for tokens or leaves that there are
+                not. OutOfPages: there is no page for their tokens. What the steps before grew is still in the tree
+                then (`tree.leaves()`), and as good as ever; of the step that failed, no token is.
         """
         if len(leaves) != len(controllers):
             raise ValueError(f"leaves has {len(leaves)} entries and controllers {len(controllers)}")
@@ -171,20 +184,22 @@ class TreeDecoder:
         running = list(range(len(leaves)))
         while running:
             scores = jax.tree.map(np.asarray, scores)
-            first, still = 0, []
-            for i in running:
-                rows = slice(first, first + live[i].size)
-                first += live[i].size
-                decision = controllers[i].decide(*(x[rows] for x in scores))
-                if decision.done:
+            ends = np.cumsum([live[i].size for i in running])
+            decisions = {
+                i: controllers[i].decide(*(x[end - live[i].size : end] for x in scores))
+                for i, end in zip(running, ends)
+            }
+            growth = self._check_decisions(live, decisions)
+            for i in sorted(running, key=growth.__getitem__):  # who shrinks makes room for who grows
+                if decisions[i].done:
                     self.tree.prune(live[i])
-                    continue
-                live[i] = self.tree.branch(live[i], decision.parents)
-                self.tree.append(live[i], decision.tokens)
-                still.append(i)
-            running = still
+                else:
+                    live[i] = self.tree.branch(live[i], decisions[i].parents)
+            running = [i for i in running if not decisions[i].done]
             if running:
-                scores = _log_probs(self.forward(np.concatenate([live[i] for i in running])), top_k=top_k)
+                grown = np.concatenate([live[i] for i in running])
+                self.tree.append(grown, np.concatenate([decisions[i].tokens for i in running]))
+                scores = _log_probs(self.forward(grown), top_k=top_k)
         return [controller.results() for controller in controllers]
 
     def generate(
@@ -242,6 +257,23 @@ class TreeDecoder:
             self.k_pages, self.v_pages = move_slots(self.k_pages, self.v_pages, *padded)
 
     # ------------------------------------------------------------------ inside
+
+    def _check_decisions(self, live: list[np.ndarray], decisions: dict[int, Decision]) -> dict[int, int]:
+        """How many leaves more each controller wants; raises before any tree has changed if it cannot have them."""
+        growth = {}
+        for i, decision in decisions.items():
+            growth[i] = -live[i].size
+            if not decision.done:
+                growth[i] += decision.parents.size
+                check_range(f"controllers[{i}]: parents", decision.parents, 0, live[i].size, "row of its scores")
+                as_tokens(f"controllers[{i}]: tokens", decision.tokens, self.tree.vocab_size)
+        most, wanted = self.tree.max_leaves, self.tree.num_leaves + sum(growth.values())
+        if most is not None and wanted > most:
+            at = max(growth, key=growth.__getitem__)
+            raise ValueError(
+                f"controllers[{at}] asks for {decisions[at].parents.size} leaves: {wanted} in all, of at most {most}"
+            )
+        return growth
 
     def _chunk(self, pending: int) -> int | None:
         if pending <= self.prefill_chunk:

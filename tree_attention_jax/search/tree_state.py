@@ -42,6 +42,8 @@ class TreeState:
         """An empty tree of `capacity` nodes, whose K/V lies in `slots` int [capacity] (default 0, 1, 2, ...)."""
         if (capacity is None) == (slots is None):
             raise ValueError("give capacity, or slots for nodes to use")
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
         slots = jnp.arange(capacity, dtype=jnp.int32) if slots is None else jnp.asarray(slots, jnp.int32)
         if slots.ndim != 1 or not slots.size:
             raise ValueError(f"slots must be one-dimensional and not empty, got shape {slots.shape}")

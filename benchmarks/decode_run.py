@@ -1,0 +1,189 @@
+"""One workload under one strategy: the decoder it takes, what it does there, and what that cost."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tree_attention_jax as ta
+from benchmarks import harness, traces
+from benchmarks.plain_decoder import PlainDecoder
+from benchmarks.suites.decoding import Workload, replay
+from tree_attention_jax.models import Llama
+from tree_attention_jax.search import Sampling, StepStatistics, TreeDecoder
+
+PAGE_SIZE = 16
+# Strategies on JAX's own attention: (mode of the `PlainDecoder`, implementation of `jax.nn.dot_product_attention`).
+PLAIN = {"jax": ("paths", None), "jax_contiguous": ("contiguous", None), "jax_cudnn": ("contiguous", "cudnn")}
+READS_APART = "per_query", *PLAIN  # strategies that read a shared token once for each query
+ATTENTION_LAYERS = 8  # enough to hide the launch of a call, and never in the L2 together
+
+
+@dataclass(frozen=True)
+class Run:
+    """A workload, a strategy and the sizes that both share."""
+
+    workload: Workload
+    strategy: str
+    new_tokens: int
+    horizon: int
+    implementation: str | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence there will be, in whole pages; of a draft, all of its nodes."""
+        ahead = 2 * self.horizon if self.workload.kind == "generate" else 8
+        return -(-(self.workload.longest(self.new_tokens) + ahead) // PAGE_SIZE) * PAGE_SIZE
+
+    def decoder(self, model: Llama) -> TreeDecoder:
+        """A decoder of this strategy, with the pages that the workload needs at most."""
+        if self.strategy not in PLAIN:
+            options = dict(strategy=self.strategy, implementation=self.implementation)
+            return TreeDecoder(model, self.num_pages, PAGE_SIZE, **options)
+        mode, attention = PLAIN[self.strategy]
+        if mode == "contiguous" and self.workload.kind != "generate":
+            raise NotImplementedError(f"{self.strategy} keeps one row for each sequence: it can neither fork nor draft")
+        if self.workload.kind == "draft":
+            mode = "mask"
+        options = dict(longest=self.longest, mode=mode, attention=attention)
+        return PlainDecoder(model, self.num_pages, PAGE_SIZE, **options)
+
+    @property
+    def num_pages(self) -> int:
+        forest, trace = self.workload.forest, self.workload.trace
+        if self.strategy in PLAIN and PLAIN[self.strategy][0] == "contiguous":
+            return forest.sequences * self.longest // PAGE_SIZE
+        if trace:
+            return sum(-(-tokens // PAGE_SIZE) + 1 for _, tokens, _ in trace)
+        prompts = sum(n * (-(-tokens // PAGE_SIZE) + 1) for n, tokens in zip(forest.nodes, forest.tokens))
+        ends = self.longest - sum(forest.tokens)
+        return prompts + forest.sequences * (-(-ends // PAGE_SIZE) + 1)
+
+    def prompts(self, decoder: TreeDecoder) -> np.ndarray:
+        """Adds the prompts, as if prefilled: their leaves."""
+        forest = self.workload.forest
+        if isinstance(decoder, PlainDecoder) and decoder.mode == "contiguous":
+            return forest.apart().build(decoder.tree, reserve=self.longest - sum(forest.tokens))
+        return forest.build(decoder.tree)
+
+    def decode(self, decoder: TreeDecoder, leaves: np.ndarray, new_tokens: int) -> int:
+        """Runs the workload, or its beginning, below the prompts; returns the number of steps. Waits for the device."""
+        if self.workload.trace:
+            steps = _replay(decoder, int(leaves[0]), self.workload.trace, 4 * new_tokens)
+        elif self.workload.draft_nodes:
+            steps = _drafts(decoder, int(leaves[0]), self.workload.draft_nodes, max(1, new_tokens // 3))
+        else:
+            logits = jnp.zeros(decoder.model.config.vocab_size)
+            decoder.generate(leaves, logits, new_tokens, sampling=Sampling(), horizon=self.horizon)
+            steps = new_tokens - 1
+        jax.block_until_ready(decoder.k_pages)
+        return steps
+
+    def measure(self, model: Llama) -> dict[str, Any]:
+        """Everything a row says of it."""
+        decoder = self.decoder(model)
+        last = _remember_last_tree(decoder)
+        took = []
+        for _ in range(2):
+            leaves = self.prompts(decoder)
+            decoder.statistics.clear()
+            begin = time.perf_counter()
+            steps = self.decode(decoder, leaves, self.new_tokens)
+            took.append(time.perf_counter() - begin)
+            decoder.tree.prune(decoder.tree.leaves())
+        first_seconds, seconds = took
+        total = StepStatistics.total(decoder.statistics)
+        attention = _unless_it_fails("attention", lambda: _attention_seconds(decoder, last[0], self.implementation))
+        idle = jax.default_backend() == "gpu" and _unless_it_fails("idle time", lambda: self.idle_share(decoder))
+        read, saved = total.kv_bytes_read, total.kv_bytes_saved
+        if self.strategy in READS_APART:
+            read, saved = read + saved, 0
+        return {
+            "sequences": self.workload.forest.sequences,
+            "prompt_tokens": self.workload.forest.total_tokens,
+            "steps": steps,
+            "seconds": round(seconds, 4),
+            "first_seconds": round(first_seconds, 1),  # compilation included
+            "steps_per_s": round(steps / seconds, 2),
+            "tokens_per_s": round(total.queries / seconds, 1),
+            "plan_ms_per_step": round(1e3 * total.plan_seconds / steps, 4),
+            "plan_share": round(total.plan_seconds / seconds, 4),
+            "device_ms_per_step": round(1e3 * total.device_seconds / steps, 4),
+            "nothing_queued_share": round(max(0.0, 1 - total.device_seconds / seconds), 4),
+            "device_idle_share": round(idle, 4) if idle else None,
+            "attention_ms_per_step": round(1e3 * attention, 4) if attention else None,
+            "attention_share": round(attention * steps / seconds, 4) if attention else None,
+            "kv_gb_read": round(read / 1e9, 4),
+            "kv_gb_saved": round(saved / 1e9, 4),
+        }
+
+    def idle_share(self, decoder: TreeDecoder) -> float:
+        """The share of the first blocks of a run, by the profiler, in which the GPU had nothing to do."""
+        leaves, few = self.prompts(decoder), min(self.new_tokens, 4 * self.horizon + 1)
+        trace = traces.record(lambda: self.decode(decoder, leaves, few))
+        decoder.tree.prune(decoder.tree.leaves())
+        return trace.idle_us() / trace.span_us()
+
+
+def _unless_it_fails(name: str, measure: Callable[[], float]) -> float | None:
+    """What is measured besides, and must not cost the row: None, and a word on stderr, where it fails."""
+    try:
+        return measure()
+    except RuntimeError as error:
+        print(f"{name} not measured: {error}", file=sys.stderr)
+        return None
+
+
+def _drafts(decoder: TreeDecoder, leaf: int, nodes: int, rounds: int) -> int:
+    """Rounds that verify a binary tree of `nodes` and accept 1 to 3 of them."""
+    parents, tokens = np.arange(nodes) // 2 - 1, np.arange(nodes) % decoder.model.config.vocab_size
+    for i in range(rounds):
+        decoder.tree.append(leaf, 1)
+        drafted, _ = decoder.verify(leaf, parents, tokens)
+        decoder.accept(leaf, drafted[[0, 2, 6][: 1 + i % 3]])
+    return rounds
+
+
+def _replay(decoder: TreeDecoder, leaf: int, trace: Any, most_steps: int) -> int:
+    """The tree of a recorded search, step by step: ragged growth, forks and prunes."""
+    steps = 0
+    for active in replay(decoder.tree, leaf, trace):
+        jax.block_until_ready(decoder.forward(active))
+        steps += 1
+        if steps == most_steps:
+            break
+    return steps
+
+
+def _remember_last_tree(decoder: TreeDecoder) -> list[Any]:
+    """A list whose one entry is the tree that the decoder planned last."""
+    last, plan = [None], decoder.plan
+
+    def remembering(tree, *args, **options):
+        last[0] = tree
+        return plan(tree, *args, **options)
+
+    decoder.plan = remembering  # type: ignore[method-assign]
+    return last
+
+
+def _attention_seconds(decoder: TreeDecoder, tree: ta.TokenTree, implementation: str | None) -> float:
+    """Attention alone over all layers of a step on `tree`, called back to back."""
+    plan, config = decoder.plan(tree), decoder.model.config
+    q = jnp.ones((plan.query_capacity, config.num_q_heads, config.head_dim), decoder.model.dtype)
+    if isinstance(decoder, PlainDecoder):
+        attention = decoder.model.implementation
+        call = harness.over_layers(lambda q, k, v, plan: plan.attend(q, k, v, attention))
+    else:
+        call = harness.over_layers(partial(ta.tree_attention, implementation=implementation))
+    layers = min(config.num_layers, ATTENTION_LAYERS)
+    inputs = (q, list(decoder.k_pages[:layers]), list(decoder.v_pages[:layers]), plan)
+    return harness.wall_time(call, inputs, layers, calls=8) / 1e6 * config.num_layers
