@@ -40,10 +40,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_empty(text: str) -> str:
+    """An argparse type."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return text
+
+
 def parser(doc: str | None, prompt: str, steps: int | None) -> argparse.ArgumentParser:
     """The options that all examples have."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    made.add_argument("--prompt", default=prompt, help="what to continue or, for a chat model, answer")
+    made.add_argument("--prompt", type=not_empty, default=prompt, help="what to continue or, for a chat model, answer")
     if steps is not None:
         made.add_argument("--steps", type=positive, default=steps, help="tokens a sequence")
     made.add_argument("--implementation", help="of tree_attention; default: the best that works here")
@@ -53,10 +60,10 @@ def parser(doc: str | None, prompt: str, steps: int | None) -> argparse.Argument
     return made
 
 
-def load(args: argparse.Namespace) -> tuple[Llama, Any]:
+def load(args: argparse.Namespace, random_config: LlamaConfig = RANDOM_CONFIG) -> tuple[Llama, Any]:
     """(model, tokenizer)."""
     if args.random:
-        return Llama(RANDOM_CONFIG, dtype="float32", rngs=nnx.Rngs(args.seed)), CharTokenizer()
+        return Llama(random_config, dtype="float32", rngs=nnx.Rngs(args.seed)), CharTokenizer()
     from tree_attention_jax.models.gguf_file import GGUFFile  # here: --random needs no `gguf`
     from tree_attention_jax.models.gguf_weights import load_gguf
     from tree_attention_jax.models.smollm2 import find_smollm2
@@ -66,19 +73,22 @@ def load(args: argparse.Namespace) -> tuple[Llama, Any]:
     return load_gguf(file), GGUFTokenizer(file)
 
 
-def run(args: argparse.Namespace, demonstrate: Callable[[argparse.Namespace, Llama, Any], None]) -> int:
-    """Loads the model and runs the example. Exit code: 0, or 2 where there is nothing to run."""
-    if not args.prompt:
-        print("--prompt is empty", file=sys.stderr)
-        return 2
+def run(
+    args: argparse.Namespace,
+    demonstrate: Callable[[argparse.Namespace, Llama, Any], bool | None],
+    random_config: LlamaConfig = RANDOM_CONFIG,
+) -> int:
+    """Loads the model and runs the example.
+
+    Exit code: 0; 1 where the example returned False, for a result that is wrong; 2 where there is nothing to run.
+    """
     try:
         with console.status("loading weights"):
-            model, tokenizer = load(args)
+            model, tokenizer = load(args, random_config)
     except (FileNotFoundError, ImportError, ValueError, NotImplementedError) as error:
         print(f"{error}\nOther ways: --model PATH.gguf for your own weights, --random for none.", file=sys.stderr)
         return 2
-    demonstrate(args, model, tokenizer)
-    return 0
+    return 1 if demonstrate(args, model, tokenizer) is False else 0
 
 
 def make_decoder(args: argparse.Namespace, model: Llama, num_tokens: int, num_leaves: int) -> TreeDecoder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,9 +13,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("rich")
+pytest.importorskip("flax")
+
+from flax import nnx
 
 import tree_attention_jax as ta
-from tree_attention_jax.models import llama
+from tree_attention_jax.models import Llama, llama
+from tree_attention_jax.search import TreeDecoder
 
 PATH = Path(__file__).parents[2] / "examples" / "tree_search.py"
 SMALL = ["--random", "--width", "3", "--steps", "5", "--prompt", "a prompt of more than a page"]
@@ -61,29 +66,65 @@ def test_same_seed_same_samples(demo):
 
 
 def test_beam_takes_the_likeliest_of_all_branches(demo):
-    root = demo.Node(None, [1], [0])
-    branches = [demo.Branch(root, log_prob=-1.0), demo.Branch(root, log_prob=-5.0)]
+    branches = [demo.Branch(7, log_prob=-1.0), demo.Branch(7, log_prob=-5.0)]
     log_probs = np.array([[-1.0, -2.0, -9.0], [-0.5, -8.0, -3.5]])
     assert demo.beam(branches, log_probs) == [(0, 0), (0, 1), (1, 0), (1, 2)]
 
 
-@pytest.mark.parametrize(("fault", "steps"), [("no attention", "1"), ("nan", "1"), ("values one slot off", "2")])
-def test_broken_attention_exits_1(demo, capsys, monkeypatch, fault, steps):
-    right = ta.tree_attention
+FAULTS = {
+    "no attention": lambda out, shifted: jnp.zeros_like(out),
+    "nan": lambda out, shifted: jnp.full_like(out, jnp.nan),
+    "values one slot off": lambda out, shifted: shifted(),
+}
+
+
+@pytest.fixture
+def broken_attention(monkeypatch, request):
+    right, fault = ta.tree_attention, FAULTS[request.param]
 
     def broken(q, k_pages, v_pages, plan, **options):
         out = right(q, k_pages, v_pages, plan, **options)
-        if fault == "no attention":
-            return jnp.zeros_like(out)
-        if fault == "nan":
-            return jnp.full_like(out, jnp.nan)
-        return right(q, k_pages, jnp.roll(v_pages, 1, axis=1), plan, **options)
+        return fault(out, lambda: right(q, k_pages, jnp.roll(v_pages, 1, axis=1), plan, **options))
 
     monkeypatch.setattr(ta, "tree_attention", broken)
     llama._paged_layer.clear_cache()  # layers compiled before call the right one
-    assert demo.main([*SMALL, "--steps", steps]) == 1
-    assert "ABOVE the tolerance" in capsys.readouterr().out
+    yield
     llama._paged_layer.clear_cache()
+
+
+@pytest.mark.parametrize("broken_attention", FAULTS, indirect=True)
+def test_broken_attention_exits_1(demo, capsys, broken_attention):
+    assert demo.main([*SMALL, "--steps", "2"]) == 1
+    assert "ABOVE the tolerance" in capsys.readouterr().out
+
+
+def searched(demo, dtype):
+    """(model, prompt, sequences for `check_logits`, decoder), after three samples of three tokens."""
+    model, prompt = Llama(demo.RANDOM_CONFIG, dtype=dtype, rngs=nnx.Rngs(0)), list(range(40, 60))
+    decoder = TreeDecoder(model, num_pages=16, page_size=16)
+    leaf, logits = decoder.prefill(prompt)
+    policy = partial(demo.sample, np.random.default_rng(0))
+    found, _ = demo.search(decoder, leaf, np.asarray(logits), policy, 3, 3, frozenset(), lambda: None)
+    return model, prompt, [(branch.tokens, np.stack(branch.logits)) for branch in found], decoder
+
+
+@pytest.mark.parametrize("broken_attention", ["values one slot off"], indirect=True)
+def test_rounding_to_bfloat16_hides_no_fault(demo, request, broken_attention):
+    wrong = demo.check_logits(*searched(demo, "bfloat16")[:3])
+    request.getfixturevalue("monkeypatch").undo()
+    llama._paged_layer.clear_cache()
+    right = demo.check_logits(*searched(demo, "bfloat16")[:3])
+    assert right.agrees
+    assert not wrong.agrees
+    assert wrong.difference > 3 * wrong.tolerance
+
+
+def test_a_search_leaves_no_page_behind_and_shares_equal_tokens(demo):
+    _, prompt, sequences, decoder = searched(demo, "float32")
+    assert decoder.tree.num_leaves == 0
+    assert decoder.tree.pool.num_free == decoder.tree.pool.capacity
+    distinct = [len({tokens[:n] for tokens, _ in sequences}) for n in (1, 2)]
+    assert [step.queries for step in decoder.statistics] == [len(prompt), *distinct]
 
 
 def test_missing_weights_name_the_options(demo, capsys, monkeypatch):
@@ -105,39 +146,3 @@ def test_impossible_options(demo, arguments):
     with pytest.raises(SystemExit) as caught:
         demo.main(arguments)
     assert caught.value.code == 2
-
-
-def owned_slots(tree: ta.TokenTree, page_size: int) -> list[int]:
-    """Slots in the order of nodes and tokens."""
-    slots = []
-    for node in range(len(tree.parent)):
-        pages = tree.page_indices[tree.page_indptr[node] : tree.page_indptr[node + 1]]
-        for token in range(tree.kv_len[node]):
-            page, slot = divmod(int(tree.first_slot[node]) + token, page_size)
-            slots.append(int(pages[page]) * page_size + slot)
-    return slots
-
-
-def test_tree_shares_equal_tokens_and_owns_each_slot_once(demo):
-    """A thousand random forks: paths hold what was chosen, no slot has two owners, dead pages come back."""
-    rng = np.random.default_rng(0)
-    tree = demo.KVTree(list(range(20)), num_pages=2 + 5 * 40)
-    paths = {tree.root: tuple(range(20))}
-    for _ in range(40):
-        nodes = list(paths)
-        choices = [(nodes[rng.integers(len(nodes))], int(rng.integers(3))) for _ in range(5)]
-        expected = [(*paths[node], token) for node, token in choices]
-        leaves = tree.extend(choices)
-        paths = dict(zip(leaves, expected, strict=True))
-        assert len(paths) == len(set(expected))  # equal sequences, equal node
-        for leaf, path in paths.items():
-            chain, node = [], leaf
-            while node is not None:
-                chain, node = node.tokens + chain, node.parent
-            assert tuple(chain) == path
-        slots = owned_slots(tree.snapshot(), demo.PAGE_SIZE)
-        assert len(slots) == len(set(slots))
-        assert set(tree.leaves()) == set(leaves)
-    tree.keep([])
-    assert tree.nodes == [tree.root]
-    assert tree.root.tokens == list(range(20))
