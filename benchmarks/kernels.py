@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import tree_attention_jax as ta
 from benchmarks import harness
@@ -36,6 +38,7 @@ from tree_attention_jax.planning.strategies import STRATEGIES
 RESULTS = Path(__file__).parent / "results"
 # A result further from float64 than bf16 can explain is of something else.
 MOST_ERROR = 0.02
+Wanted = dict[int, np.ndarray]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,6 +53,11 @@ def main(argv: list[str] | None = None) -> int:
     done = {(key_of(row), row.get("strategy") or row["peer"]) for row in [*report["rows"], *report["peers"]]}
     wanted = [*args.strategies, *(peer.name for peer in args.peers)]
     chosen = [cell for cell in chosen if any((key_of(_named(cell)), who) not in done for who in wanted)]
+
+    def save() -> None:
+        if path:
+            path.write_text(json.dumps(report, indent=1) + "\n")
+
     with _Progress(len(chosen)) as progress, ThreadPoolExecutor(args.jobs) as pool:
         jobs = [
             [(s, pool.submit(_compile, cell, s)) for s in args.strategies if (key_of(_named(cell)), s) not in done]
@@ -61,9 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         for cell, cell_jobs in zip(chosen, jobs):
             progress(cell.label)
             peers = [peer for peer in args.peers if (key_of(_named(cell)), peer.name) not in done]
-            alive = _measure_cell(cell, cell_jobs, peers, args, report)
-            if path:
-                path.write_text(json.dumps(report, indent=1) + "\n")
+            alive = _measure_cell(cell, cell_jobs, peers, args, report, save)
+            save()
             progress.done()
             if not alive:
                 print("the GPU no longer answers: go on with --resume, which leaves out what the file has", flush=True)
@@ -146,12 +153,14 @@ def _plan(cell: Cell, strategy: str) -> ta.TreePlan:
     return ta.plan_tree(cell.tree(), page_size=cell.page_size, strategy=strategy, **options)
 
 
-def _measure_cell(cell: Cell, jobs: list, peers: list[Peer], args: argparse.Namespace, report: dict[str, Any]) -> bool:
+def _measure_cell(
+    cell: Cell, jobs: list, peers: list[Peer], args: argparse.Namespace, report: dict[str, Any], save: Callable
+) -> bool:
     """Adds the cell's rows to the report; False if the GPU does not survive it."""
-    tree = cell.tree()
-    named = _named(cell)
+    tree, named = cell.tree(), _named(cell)
     try:
         data = harness.make_data(tree, cell.heads, cell.head_dim, cell.page_size)
+        wanted = harness.oracle(data, tree, cell.page_size)
     except Exception as error:
         report["rows"] += [{**named, "strategy": strategy, "failed": _reason(error)} for strategy, _ in jobs]
         return _alive()
@@ -159,14 +168,16 @@ def _measure_cell(cell: Cell, jobs: list, peers: list[Peer], args: argparse.Name
     for strategy, job in jobs:
         row = {**named, "strategy": strategy}
         try:
-            row |= _measure_ours(inputs, strategy, job.result(), args, report["copy_bytes_per_us"])
+            row |= _measure_ours(inputs, wanted, strategy, job.result(), args, report["copy_bytes_per_us"])
         except Exception as error:
             row["failed"] = _reason(error)
         report["rows"].append(row)
         print(_line(row), flush=True)
     for peer in peers:
-        row = {**named, "peer": peer.name, **_measure_peer(inputs, peer, args)}
-        report["peers"].append(row)
+        report["peers"].append({**named, "peer": peer.name, "failed": "this process ended while it ran"})
+        save()  # what a crash leaves behind, so that --resume goes on after it
+        row = {**named, "peer": peer.name, **_measure_peer(inputs, wanted, peer, args)}
+        report["peers"][-1] = row
         print(_line(row), flush=True)
         if "failed" in row and not _alive():
             return False
@@ -175,7 +186,12 @@ def _measure_cell(cell: Cell, jobs: list, peers: list[Peer], args: argparse.Name
 
 
 def _measure_ours(
-    inputs: Inputs, strategy: str, compiled: tuple, args: argparse.Namespace, copy_rate: float | None
+    inputs: Inputs,
+    wanted: Wanted,
+    strategy: str,
+    compiled: tuple,
+    args: argparse.Namespace,
+    copy_rate: float | None,
 ) -> dict[str, Any]:
     plan, call, compile_s = compiled
     cell, tree, data = inputs.cell, inputs.tree, inputs.data
@@ -190,7 +206,7 @@ def _measure_ours(
         "modelled_us": round(ta.planning.modelled_time(plan), 2),
         "tflops": round(flops / us / 1e6, 1),
         "longest_tflops": round(flops / max(kernels.values()) / 1e6, 1),  # of a shared node's launch, nearly all FLOP
-        "error": harness.sampled_error(call(*arguments)[0], data, tree, cell.page_size),
+        "error": harness.largest_error(call(*arguments)[0], wanted),
         "compile_s": round(compile_s, 2),
         "plan_ms": round(harness.wall_time_of(partial(_plan, cell, strategy), _on_device, 1, calls=1) / 1e3, 3),
         "layers": data.layers,
@@ -204,7 +220,7 @@ def _measure_ours(
     return _checked(row)
 
 
-def _measure_peer(inputs: Inputs, peer: Peer, args: argparse.Namespace) -> dict[str, Any]:
+def _measure_peer(inputs: Inputs, wanted: Wanted, peer: Peer, args: argparse.Namespace) -> dict[str, Any]:
     """Its part of a row: times and error, or why there are none."""
     from benchmarks.peers import _torch
 
@@ -213,7 +229,7 @@ def _measure_peer(inputs: Inputs, peer: Peer, args: argparse.Namespace) -> dict[
         begin = time.perf_counter()
         ready = peer.prepare(inputs)
         row = {"note": ready.note, "layers": ready.layers, "prepare_ms": round((time.perf_counter() - begin) * 1e3, 1)}
-        row["error"] = harness.sampled_error(ready.output(ready.run()), inputs.data, inputs.tree, inputs.cell.page_size)
+        row["error"] = harness.largest_error(ready.output(ready.run()), wanted)
         kernels = harness.kernel_times_of(ready.run, ready.wait, ready.layers, args.repeats)
         row["us"] = round(sum(kernels.values()), 2)
         row["kernels"] = {name[:80]: round(us, 2) for name, us in kernels.items()}

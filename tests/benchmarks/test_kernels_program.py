@@ -134,6 +134,21 @@ def test_resume_adds_what_is_missing(program):
     assert before == 0
 
 
+def test_a_process_that_dies_leaves_the_peer_s_name(program, tmp_path):
+    class Fatal(Failing):
+        name = "fatal"
+
+        def prepare(self, inputs):
+            raise SystemExit("as if by a signal")
+
+    with pytest.raises(SystemExit):
+        program("--only", "draft", "--strategies", "none", peers=(Fatal,))
+    [row] = json.loads((tmp_path / "out.json").read_text())["peers"]
+    assert (row["peer"], row["failed"]) == ("fatal", "this process ended while it ran")
+    _, report = program("--only", "draft", "--strategies", "none", "--resume", peers=(Fatal, Refusing))
+    assert [row["peer"] for row in report["peers"]] == ["fatal", "refusing"]
+
+
 def test_a_gpu_that_no_longer_answers_ends_the_run(program, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "_alive", lambda: False)
     code, report = program("--strategies", "none", peers=(Failing, Oracle))
