@@ -31,7 +31,7 @@ from benchmarks import graphs, harness
 from benchmarks.calibrate import CANDIDATES, UNIT, one_tile_plan
 from benchmarks.kernels import RESULTS
 from benchmarks.suites import cells
-from pallas_kernels.layout import TileClass
+from tree_attention_jax.planning.tiles import tile_class
 
 PARTS = ("graphs", "tiles", "plans", "growth", "gaps")
 # Nodes a level, and tokens of all but the leaves.
@@ -79,7 +79,7 @@ def measure_tiles(tiny: bool) -> list[dict[str, Any]]:
     found = []
     for rows, block_kv, warps, stages in CANDIDATES[:1] if tiny else CANDIDATES:
         for masked in (False, True):
-            shape = TileClass(rows, block_kv, UNIT, False, warps, stages)
+            shape = tile_class(rows, block_kv, warps, stages, UNIT)
             row = {"tile": f"{rows} x {block_kv}, {warps} warps, {stages} stages{', masked' if masked else ''}"}
             plan, _ = one_tile_plan(tree, (32, 8), shape, masked)
             found.append(row | _first_call(tree, (32, 8), plan))
