@@ -120,9 +120,10 @@ def _gather(pages: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def _affordable(tokens: int, inputs: Inputs) -> int:
-    """Layers of copied K/V that memory has room for, and that still do not fit in the L2."""
+    """Layers of copied K/V: as many as keep the L2 cold, if memory has room for them."""
     layer = 2 * tokens * inputs.cell.num_kv_heads * inputs.cell.head_dim * inputs.data.k[0].dtype.itemsize
-    layers = min(inputs.data.layers, int(MOST_BYTES // layer))
+    cold = max(2, int(-(-harness.COLD_BYTES // layer)))
+    layers = min(inputs.data.layers, cold, int(MOST_BYTES // layer))
     if layers == 0:
         raise Unsuitable(f"its copies of K/V would take {layer / 1e9:.1f} GB a layer")
     return layers
