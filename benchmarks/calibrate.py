@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     sms = ta.planning.profile_for(None).num_sms
-    shapes = [TileClass(rows, block, UNIT, False, warps, stages) for rows, block, warps, stages in CANDIDATES]
+    shapes = [TileClass(rows, block, UNIT, 0, warps, stages) for rows, block, warps, stages in CANDIDATES]
     found = {shape: {} for shape in shapes}
     with ThreadPoolExecutor(16) as pool:
         for name, make in MEASUREMENTS:

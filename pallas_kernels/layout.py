@@ -57,17 +57,26 @@ class TileClass:
     Attributes:
         rows: rows of the matrix tile, that is queries x (query heads a KV head). A power of two, at least 16.
         block_kv: tokens a step, a power of two, at least 16 and a multiple of ``unit``.
-        unit: tokens an entry holds at most, a power of two up to ``MAX_UNIT``.
-        masked: the program also walks masked entries.
+        unit: tokens a plain entry holds at most, a power of two up to ``MAX_UNIT``.
+        masked_unit: the same of masked entries; 0: the program walks none. It divides ``unit``: draft tokens, each with
+            rows of its own, fill one entry each below a prompt that fills sixteen.
         warps, stages: Triton's launch parameters.
     """
 
     rows: int
     block_kv: int
     unit: int
-    masked: bool
+    masked_unit: int
     warps: int
     stages: int
+
+    @property
+    def masked(self) -> bool:
+        return self.masked_unit > 0
+
+    def entry_tokens(self, masked: bool) -> int:
+        """Tokens that an entry of the plain or the masked kind holds at most."""
+        return self.masked_unit if masked else self.unit
 
     def heads_per_tile(self, group: int) -> int:
         """Query heads of one KV head that share a tile (all, unless the group is larger than the tile)."""
@@ -77,7 +86,8 @@ class TileClass:
         return self.rows // self.heads_per_tile(group)
 
     def name(self) -> str:
-        return f"r{self.rows}k{self.block_kv}u{self.unit}{'m' if self.masked else ''}w{self.warps}s{self.stages}"
+        masked = f"m{self.masked_unit}" if self.masked else ""
+        return f"r{self.rows}k{self.block_kv}u{self.unit}{masked}w{self.warps}s{self.stages}"
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def _run_item(
     def walk(masked, carry):
         entries = buffer_ref[record + (lo.MASKED_BEGIN if masked else lo.PLAIN_BEGIN)]
         num_entries = buffer_ref[record + (lo.MASKED_COUNT if masked else lo.PLAIN_COUNT)]
-        steps = lax.div(num_entries * tile.unit + tile.block_kv - 1, tile.block_kv)
+        steps = lax.div(num_entries * tile.entry_tokens(masked) + tile.block_kv - 1, tile.block_kv)
         return lax.fori_loop(0, steps, functools.partial(step, masked, entries, num_entries), carry)
 
     carry = (
@@ -223,7 +223,7 @@ def _run_item(
 def _load_entries(buffer_ref, entries, num_entries, first, tile, masked, options):
     """Of tokens ``first .. first + block_kv - 1``: slot, whether there is one, position, and row interval."""
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
-    entry, x = _divmod(first + jnp.arange(tile.block_kv), tile.unit)
+    entry, x = _divmod(first + jnp.arange(tile.block_kv), tile.entry_tokens(masked))
     listed = entry < num_entries
     at = entries + entry * size
     word = plgpu.load(buffer_ref.at[at + lo.WORD], mask=listed, other=0)

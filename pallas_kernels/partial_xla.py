@@ -73,7 +73,7 @@ def _run_chunk(q, k, v, buffer, per_head, items, exists, state, *, launch, shape
     def step(masked: bool, i, carry):
         out, peak, total = carry
         t = i * tile.block_kv + jnp.arange(tile.block_kv)
-        slot, seen, token_position = _tokens(buffer, record, t, tile.unit, row, masked)
+        slot, seen, token_position = _tokens(buffer, record, t, tile.entry_tokens(masked), row, masked)
         keys = jnp.where((seen.any(1))[:, :, None, None], k[slot].astype(jnp.float32), 0)
         values = jnp.where((seen.any(1))[:, :, None, None], v[slot].astype(jnp.float32), 0)
         dot = jnp.einsum("cnhgd,cthd->chngt", tile_q, keys, precision=lax.Precision.HIGHEST)
@@ -98,13 +98,14 @@ def _run_chunk(q, k, v, buffer, per_head, items, exists, state, *, launch, shape
     rows = (len(items), shape.num_kv_heads, len(n), shape.group)
     carry = (jnp.zeros((*rows, shape.v_head_dim)), jnp.full(rows, -jnp.inf), jnp.zeros(rows))
 
-    def tiles(field):
-        tokens = jnp.where(exists, record[:, field], 0).max() * tile.unit
-        return (tokens + tile.block_kv - 1) // tile.block_kv
+    def walk(masked, carry):
+        entries = jnp.where(exists, record[:, lo.MASKED_COUNT if masked else lo.PLAIN_COUNT], 0).max()
+        steps = (entries * tile.entry_tokens(masked) + tile.block_kv - 1) // tile.block_kv
+        return lax.fori_loop(0, steps, functools.partial(step, masked), carry)
 
-    carry = lax.fori_loop(0, tiles(lo.PLAIN_COUNT), functools.partial(step, False), carry)
+    carry = walk(False, carry)
     if tile.masked:
-        carry = lax.fori_loop(0, tiles(lo.MASKED_COUNT), functools.partial(step, True), carry)
+        carry = walk(True, carry)
     out, peak, total = carry
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
     lse2 = jnp.where(total == 0, -jnp.inf, peak + jnp.log2(jnp.where(total == 0, 1.0, total)))

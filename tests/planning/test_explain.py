@@ -50,7 +50,7 @@ def counted(plan: ta.TreePlan, index: int) -> dict[str, int]:
         total["items"] += 1
         total["queries"] += rows
         for begin, count, size in ((lo.PLAIN_BEGIN, lo.PLAIN_COUNT, 2), (lo.MASKED_BEGIN, lo.MASKED_COUNT, 4)):
-            slots = -(-record[count] * tile.unit // tile.block_kv) * tile.block_kv
+            slots = -(-record[count] * tile.entry_tokens(size == 4) // tile.block_kv) * tile.block_kv
             total["cells"] += slots * tile.rows * head_tiles
             total["of_queries"] += slots * rows * group
             for entry in range(record[count]):

@@ -23,7 +23,7 @@ def check_cover(buffer: np.ndarray, shape: lo.WorkShape, tree: TokenTree, slidin
     rows = buffer[shape.rows_at : shape.rows_at + num_rows]
     _require((rows == layout.row_query), lambda i: f"row {i} is query {rows[i]}, not {layout.row_query[i]}")
     records = _records(buffer, shape)
-    covered = [_covered(buffer, records, masked, unit_of(shape, records)) for masked in (False, True)]
+    covered = [_covered(buffer, shape, records, masked) for masked in (False, True)]
     slot, low, high, position = (np.concatenate(x) for x in zip(*covered))
     keep = low < high
     slot, low, high, position = slot[keep], low[keep], high[keep], position[keep]
@@ -50,11 +50,6 @@ def check_cover(buffer: np.ndarray, shape: lo.WorkShape, tree: TokenTree, slidin
     _check_outputs(buffer, shape, records, num_rows)
 
 
-def unit_of(shape: lo.WorkShape, records: np.ndarray) -> np.ndarray:
-    """Tokens an entry holds at most, per item record."""
-    return np.array([launch.tile.unit for launch in shape.launches])[records[:, -1]]
-
-
 def _require(good: np.ndarray, describe) -> None:
     if not np.all(good):
         raise AssertionError(describe(int(np.argmin(good))))
@@ -78,7 +73,7 @@ def _records(buffer: np.ndarray, shape: lo.WorkShape) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _covered(buffer: np.ndarray, records: np.ndarray, masked: bool, unit: np.ndarray):
+def _covered(buffer: np.ndarray, shape: lo.WorkShape, records: np.ndarray, masked: bool):
     """(slot, first row, end row, position) of every token of every item: what the kernel would let through."""
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
     begin = records[:, lo.MASKED_BEGIN if masked else lo.PLAIN_BEGIN]
@@ -86,7 +81,8 @@ def _covered(buffer: np.ndarray, records: np.ndarray, masked: bool, unit: np.nda
     item, nth = ragged_ranges(np.zeros_like(count), count)
     at = begin[item] + nth * size
     filled = buffer[at + lo.WORD] & lo.COUNT_MASK
-    _require(filled <= unit[item], lambda i: f"an entry holds {filled[i]} tokens")
+    most = np.array([launch.tile.entry_tokens(masked) for launch in shape.launches])[records[:, -1]]
+    _require(filled <= most[item], lambda i: f"an entry holds {filled[i]} tokens")
     entry = np.repeat(np.arange(len(at)), filled)
     x = ragged_arange(filled)
     at, item = at[entry], item[entry]

@@ -191,8 +191,8 @@ class _Work:
         head_tiles = ceil_div(group, tile.heads_per_tile(group))
         rows = records[:, lo.NUM_ROWS].astype(np.int64)
         slots = np.zeros(len(records), np.int64)
-        for entries in (records[:, lo.PLAIN_COUNT], records[:, lo.MASKED_COUNT]):  # two loops, so two last steps
-            slots += ceil_div(entries * tile.unit, tile.block_kv) * tile.block_kv
+        for masked, field in ((False, lo.PLAIN_COUNT), (True, lo.MASKED_COUNT)):  # two loops, so two last steps
+            slots += ceil_div(records[:, field] * tile.entry_tokens(masked), tile.block_kv) * tile.block_kv
         return _Work(
             cells=int(slots.sum()) * tile.rows * head_tiles,
             cells_of_queries=int((rows * slots).sum()) * group,

@@ -67,13 +67,12 @@ def lower(problem: Problem, tiling: Tiling, *, mask_all: bool = False) -> Items:
         row0 = tiling.row_begin[block] + nth * step[block]
     row1 = np.minimum(row0 + step[block], tiling.row_end[block])
     kind = tiling.tile[block]
-    unit = np.array([t.unit for t in tiling.tiles], np.int32)[kind]
-
     pieces = _pieces(problem, tiling, block, row0, row1)
     if mask_all:
         pieces = replace(pieces, masked=np.ones_like(pieces.masked))
-    plain, masked = _entries(problem, pieces, unit)
-    return _items(tiling, block, row0, row1, kind, plain, masked)
+    units = _units(problem, pieces)
+    plain, masked = _entries(problem, pieces, units, len(block))
+    return _items(tiling, block, row0, row1, kind, plain, masked, units)
 
 
 @dataclass(frozen=True)
@@ -153,15 +152,32 @@ def _reserve(problem: Problem, old: _Pieces) -> _Pieces:
     return replace(part, begin=part.end, end=part.end + problem.horizon, reserve=np.ones(len(growing), bool))
 
 
-def _entries(problem: Problem, pieces: _Pieces, tile_unit: np.ndarray) -> tuple[Entries, Entries]:
+def _units(problem: Problem, pieces: _Pieces) -> tuple[int, int]:
+    """Tokens that a plain entry and a masked entry hold.
+
+    A leaf that grows on the device moves on from entry to entry, wherever its entries are: then it is one unit for all.
+    """
+    first_slot = problem.tree.first_slot
+    if problem.horizon:
+        unit = problem.unit_for(first_slot, problem.tree.kv_len)
+        return unit, unit
+    begin, tokens = first_slot[pieces.node] + pieces.begin, pieces.end - pieces.begin
+    plain = ~pieces.masked
+    return (
+        problem.unit_for(begin[plain], tokens[plain]),
+        problem.unit_for(begin[pieces.masked], tokens[pieces.masked]),
+    )
+
+
+def _entries(problem: Problem, pieces: _Pieces, units: tuple[int, int], num_tiles: int) -> tuple[Entries, Entries]:
     """Entries of the plain pieces, and of the masked ones."""
     layout, first_slot = problem.layout, problem.tree.first_slot
-    page_size, num_tiles = problem.page_size, len(tile_unit)
+    page_size = problem.page_size
     plain_first = np.flatnonzero(~pieces.masked)
     num_plain = len(plain_first)
     if 0 < num_plain < len(pieces.masked):
         pieces = pieces.take(np.concatenate([plain_first, np.flatnonzero(pieces.masked)]))
-    unit = tile_unit[pieces.tile]
+    unit = np.where(pieces.masked, units[1], units[0])
     slot0 = first_slot[pieces.node]
     start, stop = slot0 + pieces.begin, slot0 + pieces.end
     chunk0 = start // unit
@@ -213,15 +229,15 @@ def _entries(problem: Problem, pieces: _Pieces, tile_unit: np.ndarray) -> tuple[
     )
 
 
-def _items(tiling: Tiling, block, row0, row1, kind, plain: Entries, masked: Entries) -> Items:
-    """Split each tile's entries into pieces of about equal length, and order the items."""
-    unit = np.array([t.unit for t in tiling.tiles], np.int32)[kind]
-    step = np.array([max(1, t.block_kv // t.unit) for t in tiling.tiles], np.int32)[kind]
-    total = plain.real + masked.real
-    limit = tiling.max_tokens[block] // unit
+def _items(tiling: Tiling, block, row0, row1, kind, plain: Entries, masked: Entries, units: tuple[int, int]) -> Items:
+    """Split each tile's token slots, plain ones first, into pieces of about equal length, and order the items."""
+    step = np.array([t.block_kv for t in tiling.tiles], np.int32)[kind]
+    plain_slots = plain.real * units[0]
+    total = plain_slots + masked.real * units[1]
+    limit = tiling.max_tokens[block]
     pieces = np.where(limit > 0, ceil_div(total, np.maximum(limit, 1)), 1)
     size = ceil_div(total, np.maximum(pieces, 1))
-    size = np.maximum(ceil_div(size, step) * step, 1)
+    size = np.maximum(ceil_div(size, step), 1) * step
     pieces = np.maximum(ceil_div(total, size), 1)
     if (pieces == 1).all():
         tile = np.arange(len(row0), dtype=np.int32)
@@ -230,27 +246,27 @@ def _items(tiling: Tiling, block, row0, row1, kind, plain: Entries, masked: Entr
         tile, nth = ragged_ranges(np.zeros_like(pieces), pieces)
         begin = nth * size[tile]
         end = np.minimum(begin + size[tile], total[tile])
-    border = plain.real[tile]
-    plain_end = np.minimum(end, border)
-    masked_begin = np.maximum(begin, border)
-    plain_count = np.maximum(plain_end - begin, 0)
-    masked_count = np.maximum(end - masked_begin, 0)
-    tokens = (end - begin) * unit[tile]
-    launch = kind[tile]
+    tokens, launch = end - begin, kind[tile]
     order = np.argsort(launch.astype(np.int64) * 2**32 - tokens, kind="stable")
-    tile, begin, launch = tile[order], begin[order], launch[order]
+    tile, begin, end, launch = tile[order], begin[order], end[order], launch[order]
+    border = plain_slots[tile]
+    # An entry goes to the piece that it ends in: two pieces that meet round alike.
+    plain_begin, plain_end = np.minimum(begin, border) // units[0], np.minimum(end, border) // units[0]
+    masked_begin, masked_end = np.maximum(begin - border, 0) // units[1], np.maximum(end - border, 0) // units[1]
     has_masked = np.bincount(kind, weights=np.diff(masked.indptr) > 0, minlength=len(tiling.tiles)) > 0
     return Items(
         launch=launch,
         tile=tile,
         row_begin=row0[tile],
         num_rows=(row1 - row0)[tile],
-        plain_begin=plain.indptr[tile] + np.minimum(begin, border[order]),
-        plain_count=plain_count[order],
-        masked_begin=masked.indptr[tile] + (masked_begin - border)[order],
-        masked_count=masked_count[order],
+        plain_begin=plain.indptr[tile] + plain_begin,
+        plain_count=plain_end - plain_begin,
+        masked_begin=masked.indptr[tile] + masked_begin,
+        masked_count=masked_end - masked_begin,
         tokens=tokens[order],
         plain=plain,
         masked=masked,
-        tiles=tuple(replace(t, masked=bool(m)) for t, m in zip(tiling.tiles, has_masked)),
+        tiles=tuple(
+            replace(t, unit=units[0], masked_unit=units[1] if m else 0) for t, m in zip(tiling.tiles, has_masked)
+        ),
     )

@@ -52,10 +52,11 @@ def launch_times(plan: TreePlan) -> list[LaunchTime]:
     for index, launch in enumerate(shape.launches):
         count = int(buffer[index])
         records = buffer[launch.items_at : launch.items_at + count * lo.ITEM_SIZE].reshape(-1, lo.ITEM_SIZE)
-        tokens = (records[:, lo.PLAIN_COUNT] + records[:, lo.MASKED_COUNT]).astype(np.int64) * launch.tile.unit
+        compared = records[:, lo.MASKED_COUNT].astype(np.int64) * launch.tile.masked_unit
+        tokens = records[:, lo.PLAIN_COUNT].astype(np.int64) * launch.tile.unit + compared
         cost = shapes.take(_nearest(shapes, launch.tile))
         steps = -(-tokens // launch.tile.block_kv)
-        masked = float((records[:, lo.MASKED_COUNT] * launch.tile.unit).sum() / max(tokens.sum(), 1))
+        masked = float(compared.sum() / max(tokens.sum(), 1))
         memory = _unique_tokens(buffer, records) * problem.heads.token_bytes / profile.bytes_per_us
         step_us = cost.step_us + masked * (cost.masked_step_us - cost.step_us)
         work = (float(steps.sum()) * step_us + count * cost.item_us) * cost.programs

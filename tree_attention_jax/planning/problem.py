@@ -57,15 +57,18 @@ class Problem:
         """The forest's page table: offsets by node, and page ids."""
         return self.tree.page_table(self.page_size)
 
-    @functools.cached_property
+    @property
     def unit(self) -> int:
-        """Tokens an entry holds at most: as many as the page size allows, unless that pads many short runs.
+        """Tokens an entry holds at most. It divides the page size, so no entry crosses a page."""
+        return math.gcd(self.page_size, MAX_UNIT)
+
+    def unit_for(self, begin: np.ndarray, tokens: np.ndarray) -> int:
+        """Tokens an entry holds for runs of so many tokens that begin at such slots: ``unit``, or 1 if that pads many.
 
         64 one-token draft nodes side by side in a page would take 64 entries of 16, one token in each. One of two
-        values, because each compiles programs of its own. Both divide the page size, so no entry crosses a page.
+        values, because each compiles programs of its own.
         """
-        tree, unit = self.tree, math.gcd(self.page_size, MAX_UNIT)
-        start = tree.first_slot % unit
-        entries = ceil_div(start + tree.kv_len, unit)
-        padded = unit * int(entries[tree.kv_len > 0].sum())
-        return unit if padded <= 2 * int(tree.kv_len.sum()) else 1
+        unit = self.unit
+        entries = ceil_div(begin % unit + tokens, unit)
+        padded = unit * int(entries[tokens > 0].sum())
+        return unit if padded <= 2 * int(tokens.sum()) else 1

@@ -29,7 +29,7 @@ MAX_ACCUMULATOR_BYTES = 512
 
 def tile_class(rows: int, block_kv: int, warps: int, stages: int, unit: int) -> TileClass:
     """A class, kept legal: a step is a whole number of entries."""
-    return TileClass(rows, max(block_kv, unit), unit, False, warps, stages)
+    return TileClass(rows, max(block_kv, unit), unit, 0, warps, stages)
 
 
 def fitted(heads: Heads, cost: TileCost, unit: int) -> TileClass:

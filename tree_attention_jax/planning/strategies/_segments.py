@@ -15,11 +15,18 @@ from tree_attention_jax.planning.strategies._segmentation import Segments
 
 @dataclass(frozen=True)
 class Sums:
-    """What the cost of segments depends on: tokens of all their nodes, and the same weighted by rows - 1."""
+    """What the cost of segments depends on; float32.
 
-    rows: np.ndarray  # float32, as all of them
+    Attributes:
+        rows: of the top.
+        total, extra: tokens of all nodes, and the same weighted by each node's rows - 1.
+        own: the top's own tokens, which every row sees; 0 if they are another segment's.
+    """
+
+    rows: np.ndarray
     total: np.ndarray
     extra: np.ndarray
+    own: np.ndarray
 
     def walked(self, queries: np.ndarray) -> np.ndarray:
         """Tokens that all tiles of ``queries`` rows walk together.
@@ -27,6 +34,10 @@ class Sums:
         A node that s rows see meets about 1 + (s - 1) / queries tiles, and never more than there are.
         """
         return np.minimum(self.total + self.extra / queries, self.total * self.tiles(queries))
+
+    def compared(self, queries: np.ndarray, walked: np.ndarray) -> np.ndarray:
+        """Of the tokens walked, those for which tiles may have to compare intervals."""
+        return np.maximum(walked - self.own * self.tiles(queries), 0)
 
     @staticmethod
     def concatenate(parts: list[Sums]) -> Sums:
@@ -50,7 +61,9 @@ class SegmentSums:
     @staticmethod
     def of(levels: Levels, unit: int) -> SegmentSums:
         rows = levels.rows.astype(np.float32)
-        tokens = (ceil_div(levels.tokens, unit) * unit).astype(np.float32)
+        padded = ceil_div(levels.tokens, unit) * unit
+        # Short runs will get entries of one token (:func:`.lowering._masked_unit`).
+        tokens = np.where(2 * levels.tokens < padded, levels.tokens, padded).astype(np.float32)
         extra = tokens * (rows - 1)
 
         def with_and_without(value: np.ndarray) -> np.ndarray:
@@ -60,9 +73,10 @@ class SegmentSums:
             return sums
 
         inner, leaf = levels.inner, levels.leaf
+        own = np.stack([tokens[inner], np.zeros(len(inner), np.float32)])[:, None]
         return SegmentSums(
-            Sums(rows[inner], with_and_without(tokens), with_and_without(extra)),
-            Sums(rows[leaf], tokens[leaf], extra[leaf]),
+            Sums(rows[inner], with_and_without(tokens), with_and_without(extra), own),
+            Sums(rows[leaf], tokens[leaf], extra[leaf], tokens[leaf]),
         )
 
     def pick(self, levels: Levels, segments: Segments) -> Sums:
@@ -82,22 +96,17 @@ class SegmentSums:
             out[leaf] = theirs[at[leaf]]
             return out
 
+        own = np.where(segments.below > 0, 0, levels.tokens[segments.top]).astype(np.float32)
         return Sums(
             levels.rows[segments.top].astype(np.float32),
             gather(self.inner.total, self.leaf.total),
             gather(self.inner.extra, self.leaf.extra),
+            own,
         )
 
 
-def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums, alone: np.ndarray | bool) -> np.ndarray:
-    """float32 [S, ...]: time of each segment with each shape, as a part of a launch that fills the GPU.
-
-    Args:
-        problem: gives the rates.
-        shapes: S of them.
-        sums: of the segments.
-        alone: where a segment is one node by itself, which needs no mask.
-    """
+def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums) -> np.ndarray:
+    """float32 [S, ...]: time of each segment with each of S shapes, as a part of a launch that fills the GPU."""
 
     def column(values: np.ndarray) -> np.ndarray:
         return values.astype(np.float32).reshape(-1, *[1] * sums.total.ndim)
@@ -105,8 +114,8 @@ def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums, alone: np.nd
     width = problem.heads.token_bytes
     queries = column(shapes.queries)
     walked = sums.walked(queries)
-    token_us = np.where(alone, column(shapes.token_us), column(shapes.masked_token_us))
-    work = walked * (token_us * column(shapes.programs))
+    work = walked * column(shapes.programs * shapes.token_us)
+    work += sums.compared(queries, walked) * column(shapes.programs * (shapes.masked_token_us - shapes.token_us))
     work += sums.tiles(queries) * column(shapes.programs * (shapes.item_us + 0.5 * shapes.step_us))
     memory = sums.total * np.float32(width / problem.profile.bytes_per_us)
     time = np.maximum(work, memory)

@@ -72,7 +72,8 @@ class _Plan:
     segments: Segments
     tiles: np.ndarray
     launch: np.ndarray  # shape * 2 + masked
-    memory: np.ndarray  # by launch, as the next two: time to read its K/V once
+    memory: np.ndarray  # by launch, as the next three: time to read its K/V once
+    share: np.ndarray  # of steps that compare intervals
     longest: np.ndarray  # tokens of a tile, by the estimate
     limit: np.ndarray  # tokens an item may have at most
     has_partials: bool
@@ -81,14 +82,12 @@ class _Plan:
 def _candidates(problem: Problem, levels: Levels, shapes: ShapeTable) -> list[_Candidate]:
     """The optimum of the programme, the optimum with each of its shapes alone, and one segment for everything."""
     sums = SegmentSums.of(levels, problem.unit)
-    alone = np.zeros((2, levels.spans, 1), bool)
-    alone[0, 0] = True
-    inner, leaf = segment_times(problem, shapes, sums.inner, alone), segment_times(problem, shapes, sums.leaf, True)
+    inner, leaf = segment_times(problem, shapes, sums.inner), segment_times(problem, shapes, sums.leaf)
     partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
 
     best = cheapest(levels, inner.min(axis=0), leaf.min(axis=0), partial)
     picked = sums.pick(levels, best)
-    shape = segment_times(problem, shapes, picked, (best.span == 0) & (best.below == 0)).argmin(axis=0)
+    shape = segment_times(problem, shapes, picked).argmin(axis=0)
     found = [_Candidate(best, picked, shape)]
     used = np.flatnonzero(np.bincount(shape))
     for index in used if len(used) > 1 else ():
@@ -122,9 +121,9 @@ def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]
     memory = np.add.reduceat(sums.total[order], first) * (problem.heads.token_bytes / problem.profile.bytes_per_us)
     written = np.bincount(owner, weights=sums.rows)
     has_partials = written > problem.layout.num_rows  # some row has several segments
-    pricing = price(
-        problem, shapes.take(launch // 2), blocks, memory, launch % 2 * MASKED_SHARE, reduced=has_partials[whose]
-    )
+    compared = np.where(masked, sums.compared(queries, walked), 0)[order]
+    share = MASKED_SHARE * np.add.reduceat(compared, first) / np.maximum(np.add.reduceat(walked[order], first), 1)
+    pricing = price(problem, shapes.take(launch // 2), blocks, memory, share, reduced=has_partials[whose])
     total = np.bincount(whose, weights=pricing.time)
     partial_us = problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
     total += np.where(has_partials, problem.profile.launch_us + written * partial_us, 0)
@@ -142,6 +141,7 @@ def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]
         tiles[mine].astype(np.int32),
         key[mine] % (2 * num_shapes),
         by_launch(memory),
+        by_launch(share),
         by_launch(np.maximum.reduceat(blocks.tokens, first)),
         by_launch(pricing.limit),
         bool(has_partials[best]),
@@ -195,9 +195,7 @@ def _emit(problem: Problem, levels: Levels, plan: _Plan, shapes: ShapeTable) -> 
     limit = plan.limit[which]
     if (np.maximum.reduceat(blocks.tokens, first) > LONGER_THAN_THOUGHT * plan.longest[which]).any():
         reduced = np.full(len(first), plan.has_partials)
-        limit = price(
-            problem, shapes.take(which // 2), blocks, plan.memory[which], which % 2 * MASKED_SHARE, reduced
-        ).limit
+        limit = price(problem, shapes.take(which // 2), blocks, plan.memory[which], plan.share[which], reduced).limit
     tiling.max_tokens[:] = limit[blocks.launch()]
     return tiling
 
