@@ -52,7 +52,7 @@ def _load(results: Path, name: str) -> dict[str, Any]:
 def _summary(ours: dict[str, Any], known: dict[tuple, list[PeerTime]]) -> str:
     best = fastest(known)
     rows = [row for row in ours["rows"] if row["strategy"] == "auto" and "failed" not in row]
-    gain = {key_of(row): best[key_of(row)].us / row["us"] for row in rows}
+    gain = {key_of(row): best[key_of(row)].us / row["us"] for row in rows if key_of(row) in best}
     lines = [
         f"FastTree's 15 trees x 3 head settings ({quote(ours)}; bf16, head dim 128, cold L2, planning excluded):",
         "",
@@ -60,7 +60,7 @@ def _summary(ours: dict[str, Any], known: dict[tuple, list[PeerTime]]) -> str:
         "|---|---|---|",
     ]
     for heads in sorted({tuple(row["heads"]) for row in rows}):
-        mine = [gain[key_of(row)] for row in rows if tuple(row["heads"]) == heads]
+        mine = [gain[key_of(row)] for row in rows if tuple(row["heads"]) == heads and key_of(row) in gain]
         lines.append(f"| {heads[0]}/{heads[1]} | {mean(mine):.2f} | {sum(v > 1 for v in mine)} of {len(mine)} |")
     lines.append(f"| all | {mean(gain.values()):.2f} | {sum(v > 1 for v in gain.values())} of {len(gain)} |")
     floor = mean(row["us"] / (row["floor_us"] + 3) for row in rows)
@@ -109,13 +109,14 @@ def _cells(ours: dict[str, Any], known: dict[tuple, list[PeerTime]], named: dict
     for row in ours["rows"]:
         if row["strategy"] != "auto" or "failed" in row:
             continue
-        peer = best[key_of(row)]
+        peer = best.get(key_of(row))
+        beaten = f"{peer.us:.1f} {peer.name} | {peer.us / row['us']:.2f}" if peer else "- | -"
         strategy = min(others.get(key_of(row), [(None, "")]), key=lambda x: x[0] or 0)
         lines.append(
             f"| {row['tree']} | {row['heads'][0]}/{row['heads'][1]} | {row['floor_us']:.1f} | {row['us']:.1f} "
             f"| {row['modelled_us']:.1f} | {row.get('wall_us', '-')} "
-            f"| {f'{strategy[0]:.1f} {strategy[1]}' if strategy[0] else '-'} | {peer.us:.1f} {peer.name} "
-            f"| {peer.us / row['us']:.2f} |"
+            f"| {f'{strategy[0]:.1f} {strategy[1]}' if strategy[0] else '-'} "
+            f"| {beaten} |"
         )
     return "\n".join(lines)
 

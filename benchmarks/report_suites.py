@@ -83,13 +83,13 @@ def compile_table(report: dict[str, Any]) -> str:
     if report.get("graphs"):
         lines += [
             "",
-            "| XLA flags | calls in | graphs launched | kernels launched alone | us a layer |",
-            "|---|---|---|---|---|",
+            "| command buffers | calls in | graphs launched | alone | named in XLA's dump | us a layer |",
+            "|---|---|---|---|---|---|",
         ]
         for row in report["graphs"]:
             lines.append(
                 f"| {row['flags'] or 'default'} | {row['program']} | {row['graph_launches']} "
-                f"| {row['kernel_launches']} | {row['wall_us']:.1f} |"
+                f"| {row['kernel_launches']} | {row['in_dump']} | {row['wall_us']:.1f} |"
             )
     for row in report.get("gaps", []):
         lines += [

@@ -98,7 +98,14 @@ def test_compiling_and_launching(root):
             {"tree": "1,64_4000", "first_tokens": 16, "last_tokens": 512, "horizon": 16, "plans": 32, "programs": 3}
         ],
         graphs=[
-            {"flags": "", "program": "scan", "graph_launches": 8, "kernel_launches": 0, "wall_us": 12.0},
+            {
+                "flags": "",
+                "program": "scan",
+                "graph_launches": 8,
+                "kernel_launches": 0,
+                "in_dump": 3,
+                "wall_us": 12.0,
+            },
             {"flags": "off", "program": "scan", "failed": "exit 1"},
         ],
         gaps=[
@@ -116,7 +123,7 @@ def test_compiling_and_launching(root):
     report.main(root)
     text = (root / "docs" / "performance.md").read_text()
     assert "| 16 x 16 | 0.50 | 1.50 | 0.010 |" in text
-    assert "| default | scan | 8 | 0 | 12.0 |" in text
+    assert "| default | scan | 8 | 0 | 3 | 12.0 |" in text
     assert "3 programs in 32 plans" in text
     assert "90 us of them (1.0%) idle between 400 kernels" in text
 
