@@ -13,7 +13,8 @@ import numpy as np
 
 from pallas_kernels import layout as lo
 from tree_attention_jax._arrays import exclusive_cumsum
-from tree_attention_jax.planning.lowering import Entries, Items
+from tree_attention_jax.planning.entries import Entries
+from tree_attention_jax.planning.lowering import Items
 from tree_attention_jax.planning.problem import Problem
 
 # Fields of a record: the leaf's query; where its next token stands among its pages' slots; where the places of its
@@ -65,7 +66,7 @@ def _record_places(items: Items, launches: tuple[lo.Launch, ...]) -> np.ndarray:
 
 def _last_items(items: Items, table: Entries, begin: np.ndarray, count: np.ndarray) -> np.ndarray:
     """The item that a tile's reserve belongs to: the one whose range ends where the tile's filled entries end."""
-    tile_end = table.indptr[:-1] + table.real
+    tile_end = table.begin + table.real
     ends = np.flatnonzero((count > 0) & (begin + count == tile_end[items.tile]))
     last = np.full(len(tile_end), -1, np.int32)
     last[items.tile[ends]] = ends

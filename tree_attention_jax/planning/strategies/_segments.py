@@ -62,7 +62,7 @@ class SegmentSums:
     def of(levels: Levels, unit: int) -> SegmentSums:
         rows = levels.rows.astype(np.float32)
         padded = ceil_div(levels.tokens, unit) * unit
-        # Short runs will get entries of one token (:func:`.lowering._masked_unit`).
+        # Short runs will get entries of one token (:func:`.entries._units`).
         tokens = np.where(2 * levels.tokens < padded, levels.tokens, padded).astype(np.float32)
         extra = tokens * (rows - 1)
 

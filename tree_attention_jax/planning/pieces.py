@@ -1,0 +1,93 @@
+"""Which tokens a tile's rows see: each (tile, run) pair is cut where visibility changes.
+
+All rows of the tile see it: plain. Some: masked. None: dropped. New tokens of a node with several queries are causal
+among its own rows, so such a run has a plain beginning, a masked diagonal, and an end nobody in the tile sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tree_attention_jax._arrays import ragged_ranges
+from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.tiling import Tiling
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Parts of (tile, run) pairs that are visible to all rows of the tile, or to some (``masked``)."""
+
+    tile: np.ndarray
+    node: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    masked: np.ndarray
+    causal: np.ndarray
+    reserve: np.ndarray  # token range is not filled yet
+
+    def take(self, which: np.ndarray) -> Pieces:
+        return Pieces(**{name: getattr(self, name)[which] for name in self.__dataclass_fields__})
+
+    @staticmethod
+    def join(parts: list[Pieces]) -> Pieces:
+        names = Pieces.__dataclass_fields__
+        return Pieces(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
+
+
+def cut_into_pieces(problem: Problem, tiling: Tiling, block: np.ndarray, row0: np.ndarray, row1: np.ndarray) -> Pieces:
+    """Pieces of all tiles, sorted by tile: tile i is rows ``row0[i] .. row1[i] - 1`` of block ``block[i]``."""
+    layout = problem.layout
+    tile, run = ragged_ranges(tiling.run_indptr[block], tiling.run_indptr[block + 1])
+    node = tiling.node[run]
+    low, high = layout.row_begin[node], layout.row_end[node]
+    first, last = row0[tile], row1[tile]
+    touched = (low < last) & (first < high)
+    if not touched.all():
+        tile, run, node = tile[touched], run[touched], node[touched]
+        low, high, first, last = low[touched], high[touched], first[touched], last[touched]
+    begin, end, old = tiling.begin[run], tiling.end[run], layout.old_len[node]
+    if problem.sliding_window is not None and len(tile):
+        begin = _trim_to_window(problem, tile, node, begin, end, row0, row1)
+    whole = (low <= first) & (last <= high)
+    no = np.zeros(len(tile), bool)
+    parts = [Pieces(tile, node, begin, np.minimum(end, old), ~whole, no, no)]
+    fresh = np.flatnonzero(end > old)
+    if len(fresh):
+        tile, node, low, old, first, last = (x[fresh] for x in (tile, node, low, old, first, last))
+        begin, end = np.maximum(begin[fresh], old), end[fresh]
+        seen_by_all = np.clip(np.where(whole[fresh], old + first - low + 1, begin), begin, end)
+        seen_by_any = np.clip(old + last - low, seen_by_all, end)
+        no, yes = np.zeros(len(fresh), bool), np.ones(len(fresh), bool)
+        parts.append(Pieces(tile, node, begin, seen_by_all, no, no, no))
+        parts.append(Pieces(tile, node, seen_by_all, seen_by_any, yes, yes, no))
+    if problem.horizon:
+        parts.append(_reserve(problem, parts[0]))
+    pieces = Pieces.join(parts) if len(parts) > 1 else parts[0]
+    filled = pieces.begin < pieces.end
+    if not filled.all():
+        pieces = pieces.take(filled)
+    if len(parts) > 1:
+        # Reserved stretches come last in their tile, in the order in which they start to fill.
+        pieces = pieces.take(np.lexsort((pieces.reserve, pieces.tile)))
+    return pieces
+
+
+def _trim_to_window(problem, tile, node, begin, end, row0, row1) -> np.ndarray:
+    """Drop tokens that are too old for every row of the tile; the kernel masks the rest."""
+    position = problem.layout.query_position[problem.layout.row_query]
+    edges = np.stack([row0, row1], axis=1).ravel()
+    padded = np.append(position, np.iinfo(np.int32).max)
+    youngest = np.minimum.reduceat(padded, edges)[::2]
+    oldest_seen = youngest[tile] - problem.sliding_window + 1
+    return np.clip(oldest_seen - problem.layout.position[node], begin, end)
+
+
+def _reserve(problem: Problem, old: Pieces) -> Pieces:
+    """Token ranges that decoding leaves will fill within the horizon."""
+    tree = problem.tree
+    growing = np.flatnonzero((tree.q_len[old.node] == 1) & (old.end == tree.kv_len[old.node]) & (old.begin < old.end))
+    growing = growing[tree.is_leaf()[old.node[growing]]]
+    part = old.take(growing)
+    return replace(part, begin=part.end, end=part.end + problem.horizon, reserve=np.ones(len(growing), bool))
