@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent.parent
 GPU = "h200"
 # New sections go before this one.
 NEXT = "## Known and open"
+# Of a model that a step's one plan serves.
+LAYERS = 32
 
 
 def main(root: Path = ROOT) -> int:
@@ -72,6 +74,13 @@ def _summary(ours: dict[str, Any], known: dict[tuple, list[PeerTime]]) -> str:
         f"{np.median(wall):.2f} times the kernels' sum (median). Largest relative error against float64: {error:.1e}. "
         f"{_where_measured(known)}",
     ]
+    planned = [row for row in rows if "plan_ms" in row and key_of(row) in best]
+    if planned:
+        with_plan = mean(best[key_of(row)].us / (row["us"] + row["plan_ms"] * 1e3 / LAYERS) for row in planned)
+        lines[-1] += (
+            f" Planning takes {np.median([row['plan_ms'] for row in planned]):.2f} ms of the host a step (median); "
+            f"counted in full over {LAYERS} layers, against peers without theirs, the ratio is {with_plan:.2f}."
+        )
     return "\n".join(lines)
 
 

@@ -62,10 +62,17 @@ def test_documents_show_what_the_results_say(root):
 
 def test_peers_beside_ours_replace_recorded_ones(root):
     write(root, "peers", rows=[{"tree": "1,2_32,16", "heads": [32, 8], "us": {"PAT": 15.0, "FastTree": 8.0}}])
-    write(root, "fasttree", rows=[row(wall_us=10.5)], peers=[peer("FastTree", 30.0, wall_us=20.0), peer("DeFT", 90.0)])
+    write(
+        root,
+        "fasttree",
+        rows=[row(wall_us=10.5, plan_ms=0.16)],
+        peers=[peer("FastTree", 30.0, wall_us=20.0), peer("DeFT", 90.0)],
+    )
     report.main(root)
     text = (root / "README.md").read_text()
     assert "| all | 1.50 | 1 of 1 |" in text
+    assert "Planning takes 0.16 ms of the host a step (median); counted in full over 32 layers" in text
+    assert "the ratio is 1.00." in text  # 15 us against 10 + 5
     assert "Measured beside ours in one process: DeFT, FastTree." in text
     assert "Recorded in runs of their own on the same kind of machine: PAT." in text
     assert "| 15.0 PAT | 1.50 |" in (root / "docs" / "performance.md").read_text()
