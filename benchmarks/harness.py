@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import statistics
 import subprocess
@@ -207,14 +208,14 @@ def environment() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with a + where files differ from it; None without git."""
+    """The checkout's commit, with a + where files differ from it. Of a copy without git: what GIT_COMMIT says."""
     try:
         told = [
             subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
             for arguments in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         ]
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("GIT_COMMIT")
     return told[0].stdout.strip() + ("+" if told[1].stdout.strip() else "")
 
 

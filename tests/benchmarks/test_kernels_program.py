@@ -229,3 +229,12 @@ def test_kernel_times_without_cupti(monkeypatch):
 def test_the_environment_names_what_peers_have_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", types.SimpleNamespace(__version__="0.0.1"))
     assert harness.environment()["flashinfer"] == "0.0.1"
+
+
+def test_the_commit_of_a_copy_without_git(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "__file__", str(tmp_path / "harness.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    assert "commit" not in harness.environment()
+    monkeypatch.setenv("GIT_COMMIT", "abc1234")
+    assert harness.environment()["commit"] == "abc1234"
