@@ -66,12 +66,16 @@ def main(argv: list[str] | None = None) -> int:
                 report[part] = [{"failed": f"{type(error).__name__}: {error}"[:300]}]
             for row in report[part]:
                 print(part, json.dumps(row), flush=True)
-    report = {"environment": harness.environment(), **report}
-    if args.json:
-        gpu = report["environment"]["device"].split()[-1].lower()
-        path = RESULTS / f"{gpu}_compile.json" if args.json == RESULTS else args.json
-        path.write_text(json.dumps(report, indent=1) + "\n")
+            if args.json:
+                _write(report, args.json)
     return int(any("failed" in row for part in PARTS for row in report.get(part, [])))
+
+
+def _write(report: dict[str, Any], path: Path) -> None:
+    environment = harness.environment()
+    if path == RESULTS:
+        path = RESULTS / f"{environment['device'].split()[-1].lower()}_compile.json"
+    path.write_text(json.dumps({"environment": environment, **report}, indent=1) + "\n")
 
 
 def measure_tiles(tiny: bool) -> list[dict[str, Any]]:

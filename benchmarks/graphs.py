@@ -32,7 +32,7 @@ PROGRAMS = ("jit", "scan", "while")
 STEPS = 8
 
 
-def measure(tiny: bool = False, timeout_s: float = 240) -> list[dict[str, Any]]:
+def measure(tiny: bool = False, timeout_s: float = 120) -> list[dict[str, Any]]:
     """A row a setting and program. One that dies says why in ``failed``."""
     rows = []
     for name, flags in FLAGS.items():

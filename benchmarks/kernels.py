@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -176,7 +177,12 @@ def _measure_cell(
     for peer in peers:
         report["peers"].append({**named, "peer": peer.name, "failed": "this process ended while it ran"})
         save()  # what a crash leaves behind, so that --resume goes on after it
-        row = {**named, "peer": peer.name, **_measure_peer(inputs, wanted, peer, args)}
+        try:
+            row = {**named, "peer": peer.name, **_measure_peer(inputs, wanted, peer, args)}
+        except (KeyboardInterrupt, SystemExit):  # no fault of the peer's
+            report["peers"].pop()
+            save()
+            raise
         report["peers"][-1] = row
         print(_line(row), flush=True)
         if "failed" in row and not _alive():
@@ -337,4 +343,5 @@ def _summary(report: dict[str, Any], strategies: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # as `timeout` ends it
     sys.exit(main())

@@ -134,19 +134,25 @@ def test_resume_adds_what_is_missing(program):
     assert before == 0
 
 
-def test_a_process_that_dies_leaves_the_peer_s_name(program, tmp_path):
+class Crash(BaseException):
+    """Nothing that the program could catch."""
+
+
+@pytest.mark.parametrize(("end", "left"), [(Crash, ["this process ended while it ran"]), (KeyboardInterrupt, [])])
+def test_a_process_that_ends_leaves_the_name_of_a_guilty_peer(program, tmp_path, end, left):
     class Fatal(Failing):
         name = "fatal"
 
         def prepare(self, inputs):
-            raise SystemExit("as if by a signal")
+            raise end
 
-    with pytest.raises(SystemExit):
-        program("--only", "draft", "--strategies", "none", peers=(Fatal,))
-    [row] = json.loads((tmp_path / "out.json").read_text())["peers"]
-    assert (row["peer"], row["failed"]) == ("fatal", "this process ended while it ran")
-    _, report = program("--only", "draft", "--strategies", "none", "--resume", peers=(Fatal, Refusing))
-    assert [row["peer"] for row in report["peers"]] == ["fatal", "refusing"]
+    arguments = ("--only", "draft", "--strategies", "none")
+    with pytest.raises(end):
+        program(*arguments, peers=(Fatal,))
+    rows = json.loads((tmp_path / "out.json").read_text())["peers"]
+    assert [row["failed"] for row in rows] == left
+    _, report = program(*arguments, "--resume", peers=(Refusing, *((Fatal,) if left else ())))
+    assert [row["peer"] for row in report["peers"]] == ["fatal"] * len(left) + ["refusing"]
 
 
 def test_a_gpu_that_no_longer_answers_ends_the_run(program, monkeypatch, capsys):
