@@ -35,14 +35,14 @@ def test_few_masked_blocks(requests: int, page_size: int | None):
     plan.check(tree)
     assert plan.host is not None
     assert tree.num_queries == 64 * requests
-    assert sum(plan.host.num_items) <= max(2 * requests, 40)
-    assert all(launch.tile.masked for launch in plan.shape.launches)
+    assert sum(plan.host.num_items) <= tree.num_queries / 3
+    assert any(launch.tile.masked for launch in plan.shape.launches)
 
 
 def test_draft_tokens_fill_an_entry_each_and_prompts_sixteen():
     plan = ta.plan_tree(verification(4, 500, 63, 16), 16, HEADS.q, HEADS.kv, HEADS.dim, gpu="NVIDIA H200")
-    (launch,) = plan.shape.launches
-    assert (launch.tile.unit, launch.tile.masked_unit) == (16, 1)
+    assert {launch.tile.unit for launch in plan.shape.launches} == {16}
+    assert {launch.tile.masked_unit for launch in plan.shape.launches if launch.tile.masked} == {1}
 
 
 def test_joined_levels_of_long_nodes_keep_long_entries():

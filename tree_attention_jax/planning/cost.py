@@ -25,7 +25,7 @@ OVERLAP = 0.5
 MAX_EXPOSED_US = 60.0
 # A masked step waits for the intervals too, before it can weigh what it loaded: so much longer.
 MASKED_LATENCY = 0.25
-# The share of a joined segment's steps that compare intervals: the rest are ancestors of the whole tile.
+# Below its top, the share of a joined segment's steps that compare intervals: the rest are ancestors of the whole tile.
 MASKED_SHARE = 0.5
 
 
@@ -39,10 +39,10 @@ class ShapeTable:
         queries: queries a tile holds.
         programs: programs an item makes (KV heads x parts of a group), over the SMs.
         slots: programs the GPU runs at once.
-        item_us, step_us, masked_step_us: of a program.
+        item_us, step_us, mixed_step_us, masked_step_us: of a program, as in :class:`.TileCost`.
         latency_us: of one step, seen by one program.
         step_bytes: K and V of a step, all heads.
-        token_us, masked_token_us: of a token, of a node by itself and of a joined segment.
+        token_us, mixed_token_us, masked_token_us: of a token.
     """
 
     tiles: tuple[TileClass, ...]
@@ -52,10 +52,12 @@ class ShapeTable:
     slots: np.ndarray
     item_us: np.ndarray
     step_us: np.ndarray
+    mixed_step_us: np.ndarray
     masked_step_us: np.ndarray
     latency_us: np.ndarray
     step_bytes: np.ndarray
     token_us: np.ndarray
+    mixed_token_us: np.ndarray
     masked_token_us: np.ndarray
 
     def take(self, index: Any) -> ShapeTable:
@@ -84,6 +86,7 @@ def _shapes(profile: GpuProfile, heads: Heads, unit: int) -> ShapeTable:
     per_step = column(lambda tile, cost: scale * tile.block_kv / cost.block_kv)
     block_kv = column(lambda tile, cost: tile.block_kv)
     step_us = column(lambda tile, cost: cost.step_us) * per_step
+    mixed_step_us = column(lambda tile, cost: cost.mixed_step_us) * per_step
     masked_step_us = column(lambda tile, cost: cost.masked_step_us) * per_step
     parts = column(lambda tile, cost: -(-group // tile.heads_per_tile(group)))
     return ShapeTable(
@@ -94,15 +97,23 @@ def _shapes(profile: GpuProfile, heads: Heads, unit: int) -> ShapeTable:
         slots=profile.num_sms * column(lambda tile, cost: resident_programs(heads, tile)),
         item_us=column(lambda tile, cost: cost.item_us) * scale,
         step_us=step_us,
+        mixed_step_us=mixed_step_us,
         masked_step_us=masked_step_us,
         latency_us=column(lambda tile, cost: cost.latency_us) * per_step,
         step_bytes=float(heads.token_bytes) * block_kv,
         token_us=step_us / block_kv,
-        masked_token_us=(step_us + MASKED_SHARE * (masked_step_us - step_us)) / block_kv,
+        mixed_token_us=mixed_step_us / block_kv,
+        masked_token_us=masked_step_us / block_kv,
     )
 
 
-def launch_time(profile: GpuProfile, shape: ShapeTable, steps, items, longest, memory, masked) -> Any:
+def mean_step_us(shape: ShapeTable, can_mask: Any, masked: Any) -> Any:
+    """Of programs that can mask or not, and of whose steps such a share does."""
+    mixed = shape.mixed_step_us + masked * (shape.masked_step_us - shape.mixed_step_us)
+    return np.where(can_mask, mixed, shape.step_us)
+
+
+def launch_time(profile: GpuProfile, shape: ShapeTable, steps, items, longest, memory, can_mask, masked) -> Any:
     """Microseconds of launches; all arguments but the first two are numbers, or arrays that broadcast.
 
     Args:
@@ -111,9 +122,10 @@ def launch_time(profile: GpuProfile, shape: ShapeTable, steps, items, longest, m
         steps, items: of all items together.
         longest: steps of the longest item.
         memory: time to read the launch's K/V once.
-        masked: share of the steps that compare intervals.
+        can_mask: whether the programs can mask.
+        masked: share of the steps that do.
     """
-    step_us = shape.step_us + masked * (shape.masked_step_us - shape.step_us)
+    step_us = mean_step_us(shape, can_mask, masked)
     work = (steps * step_us + items * shape.item_us) * shape.programs
     programs = items * shape.programs * profile.num_sms
     # Programs that do not fit at once run in waves; each waits out its own loads.

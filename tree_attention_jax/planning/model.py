@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax.planning.cost import ShapeTable, launch_time, shapes_for
+from tree_attention_jax.planning.cost import ShapeTable, launch_time, mean_step_us, shapes_for
 from tree_attention_jax.planning.plan import TreePlan
 
 
@@ -56,11 +56,11 @@ def launch_times(plan: TreePlan) -> list[LaunchTime]:
         tokens = records[:, lo.PLAIN_COUNT].astype(np.int64) * launch.tile.unit + compared
         cost = shapes.take(_nearest(shapes, launch.tile))
         steps = -(-tokens // launch.tile.block_kv)
-        masked = float(compared.sum() / max(tokens.sum(), 1))
+        masked = compared.sum() / max(tokens.sum(), 1)
         memory = _unique_tokens(buffer, records) * problem.heads.token_bytes / profile.bytes_per_us
-        step_us = cost.step_us + masked * (cost.masked_step_us - cost.step_us)
+        step_us = mean_step_us(cost, launch.tile.masked, masked)
         work = (float(steps.sum()) * step_us + count * cost.item_us) * cost.programs
-        us = launch_time(profile, cost, steps.sum(), count, steps.max(initial=0), memory, masked)
+        us = launch_time(profile, cost, steps.sum(), count, steps.max(initial=0), memory, launch.tile.masked, masked)
         times.append(LaunchTime(launch.tile.name(), count, float(work), memory, float(us)))
     if shape.partial_rows:
         moved = plan.host.num_partials * problem.heads.partial_bytes

@@ -19,6 +19,7 @@ class TileCost:
         rows, block_kv, warps, stages: the shape, as in :class:`pallas_kernels.layout.TileClass`.
         item_us: microseconds of one SM that a program costs beside its steps (start, query rows, epilogue).
         step_us: microseconds of one SM a step of ``block_kv`` tokens, K/V in the L2.
+        mixed_step_us: the same in a program that can also mask, which needs more registers.
         masked_step_us: the same where every token's row interval is compared.
         latency_us: time one program needs for a step when the SM is otherwise idle.
     """
@@ -29,6 +30,7 @@ class TileCost:
     stages: int
     item_us: float
     step_us: float
+    mixed_step_us: float
     masked_step_us: float
     latency_us: float
 

@@ -49,7 +49,7 @@ class Pricing:
 
 
 def price(
-    problem: Problem, shapes: ShapeTable, blocks: Blocks, memory: np.ndarray, masked: np.ndarray, reduced: np.ndarray
+    problem: Problem, shapes: ShapeTable, blocks: Blocks, memory, can_mask, masked, reduced: np.ndarray
 ) -> Pricing:
     """The best limit of every launch.
 
@@ -58,7 +58,8 @@ def price(
         shapes: of each launch, [L].
         blocks: of all launches.
         memory: [L] time to read the launch's K/V once.
-        masked: [L] share of the steps that compare intervals.
+        can_mask: [L] whether the programs can mask.
+        masked: [L] share of the steps that do.
         reduced: [L] the rows have other partials, so that a split makes no final result partial.
     """
     profile, launch = problem.profile, blocks.launch()
@@ -71,7 +72,7 @@ def price(
     length[1:, 0] = MIN_TOKENS << np.arange(len(length) - 1)
     more, written = _splits(blocks, launch, length, reduced)
     most = np.ceil(np.minimum(length, longest) / shapes.block_kv)
-    time = launch_time(profile, shapes, steps, items + more, most, memory, masked)
+    time = launch_time(profile, shapes, steps, items + more, most, memory, can_mask, masked)
     worth = most[0] * shapes.latency_us > SHORT_TAIL * time[0]
     time[1:] += written[1:] * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
     time[1:] += np.where(reduced, 0.0, profile.launch_us)

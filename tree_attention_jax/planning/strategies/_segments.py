@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tree_attention_jax._arrays import ceil_div
-from tree_attention_jax.planning.cost import OVERLAP, ShapeTable
+from tree_attention_jax.planning.cost import MASKED_SHARE, OVERLAP, ShapeTable
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._levels import Levels
 from tree_attention_jax.planning.strategies._segmentation import Segments
@@ -35,9 +35,9 @@ class Sums:
         """
         return np.minimum(self.total + self.extra / queries, self.total * self.tiles(queries))
 
-    def compared(self, queries: np.ndarray, walked: np.ndarray) -> np.ndarray:
-        """Of the tokens walked, those for which tiles may have to compare intervals."""
-        return np.maximum(walked - self.own * self.tiles(queries), 0)
+    def masked(self, queries: np.ndarray, walked: np.ndarray) -> np.ndarray:
+        """About how many of the tokens walked are masked: never the top's own, which every row sees."""
+        return np.maximum(walked - self.own * self.tiles(queries), 0) * np.float32(MASKED_SHARE)
 
     @staticmethod
     def concatenate(parts: list[Sums]) -> Sums:
@@ -114,8 +114,12 @@ def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums) -> np.ndarra
     width = problem.heads.token_bytes
     queries = column(shapes.queries)
     walked = sums.walked(queries)
-    work = walked * column(shapes.programs * shapes.token_us)
-    work += sums.compared(queries, walked) * column(shapes.programs * (shapes.masked_token_us - shapes.token_us))
+    masked = sums.masked(queries, walked)
+    # A tile of one query, and a node by itself, needs no masks.
+    mixed_us = column(shapes.programs * np.where(shapes.queries > 1, shapes.mixed_token_us, shapes.token_us))
+    masked_us = column(shapes.programs * np.where(shapes.queries > 1, shapes.masked_token_us, shapes.token_us))
+    work = walked * np.where(masked > 0, mixed_us, column(shapes.programs * shapes.token_us))
+    work += masked * (masked_us - mixed_us)
     work += sums.tiles(queries) * column(shapes.programs * (shapes.item_us + 0.5 * shapes.step_us))
     memory = sums.total * np.float32(width / problem.profile.bytes_per_us)
     time = np.maximum(work, memory)

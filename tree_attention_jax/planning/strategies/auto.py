@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tree_attention_jax._arrays import exclusive_cumsum, ragged_ranges
-from tree_attention_jax.planning.cost import MASKED_SHARE, ShapeTable, shapes_for
+from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._launches import Blocks, price
@@ -73,7 +73,7 @@ class _Plan:
     tiles: np.ndarray
     launch: np.ndarray  # shape * 2 + masked
     memory: np.ndarray  # by launch, as the next three: time to read its K/V once
-    share: np.ndarray  # of steps that compare intervals
+    share: np.ndarray  # of its steps that are masked
     longest: np.ndarray  # tokens of a tile, by the estimate
     limit: np.ndarray  # tokens an item may have at most
     has_partials: bool
@@ -111,8 +111,8 @@ def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]
     sums = Sums.concatenate([candidate.sums for candidate in candidates])
     queries = shapes.queries[shape]
     rows, tiles, walked = np.minimum(sums.rows, queries), sums.tiles(queries), sums.walked(queries)
-    masked = (below + span > 0) & (rows > 1)  # a single row sees all that its tile walks
-    key = _launch_keys(problem, shapes, owner * num_shapes + shape, masked, walked)
+    can_mask = (below + span > 0) & (rows > 1)  # a single row sees all that its tile walks
+    key = _launch_keys(problem, shapes, owner * num_shapes + shape, can_mask, walked)
     order = np.argsort(key, kind="stable")
     sorted_key = key[order]
     first = _starts(sorted_key)
@@ -121,9 +121,9 @@ def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]
     memory = np.add.reduceat(sums.total[order], first) * (problem.heads.token_bytes / problem.profile.bytes_per_us)
     written = np.bincount(owner, weights=sums.rows)
     has_partials = written > problem.layout.num_rows  # some row has several segments
-    compared = np.where(masked, sums.compared(queries, walked), 0)[order]
-    share = MASKED_SHARE * np.add.reduceat(compared, first) / np.maximum(np.add.reduceat(walked[order], first), 1)
-    pricing = price(problem, shapes.take(launch // 2), blocks, memory, share, reduced=has_partials[whose])
+    masked = np.where(can_mask, sums.masked(queries, walked), 0)[order]
+    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked[order], first), 1)
+    pricing = price(problem, shapes.take(launch // 2), blocks, memory, launch % 2 == 1, share, has_partials[whose])
     total = np.bincount(whose, weights=pricing.time)
     partial_us = problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
     total += np.where(has_partials, problem.profile.launch_us + written * partial_us, 0)
@@ -149,17 +149,17 @@ def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]
 
 
 def _launch_keys(
-    problem: Problem, shapes: ShapeTable, key: np.ndarray, masked: np.ndarray, walked: np.ndarray
+    problem: Problem, shapes: ShapeTable, key: np.ndarray, can_mask: np.ndarray, walked: np.ndarray
 ) -> np.ndarray:
-    """``key`` * 2 + masked: masked and plain items run as launches of their own, as a mask costs registers and time.
+    """``key`` * 2 + can_mask: masked and plain items run as launches of their own, as a mask costs registers and time.
 
     Unless that is less than the launch of the plain ones would cost.
     """
     shape = key % len(shapes.tiles)
-    costs_us = (shapes.programs * (shapes.masked_token_us - shapes.token_us))[shape] * walked
-    has_masked = np.bincount(key, weights=masked) > 0
-    cheap = np.bincount(key, weights=np.where(masked, 0, costs_us)) < problem.profile.launch_us
-    return key * 2 + (masked | (has_masked & cheap)[key])
+    costs_us = (shapes.programs * (shapes.mixed_token_us - shapes.token_us))[shape] * walked
+    has_masked = np.bincount(key, weights=can_mask) > 0
+    cheap = np.bincount(key, weights=np.where(can_mask, 0, costs_us)) < problem.profile.launch_us
+    return key * 2 + (can_mask | (has_masked & cheap)[key])
 
 
 def _emit(problem: Problem, levels: Levels, plan: _Plan, shapes: ShapeTable) -> Tiling:
@@ -195,7 +195,9 @@ def _emit(problem: Problem, levels: Levels, plan: _Plan, shapes: ShapeTable) -> 
     limit = plan.limit[which]
     if (np.maximum.reduceat(blocks.tokens, first) > LONGER_THAN_THOUGHT * plan.longest[which]).any():
         reduced = np.full(len(first), plan.has_partials)
-        limit = price(problem, shapes.take(which // 2), blocks, plan.memory[which], plan.share[which], reduced).limit
+        limit = price(
+            problem, shapes.take(which // 2), blocks, plan.memory[which], which % 2 == 1, plan.share[which], reduced
+        ).limit
     tiling.max_tokens[:] = limit[blocks.launch()]
     return tiling
 
