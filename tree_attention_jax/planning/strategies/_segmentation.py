@@ -29,6 +29,10 @@ class Segments:
     below: np.ndarray
     span: np.ndarray
 
+    def alone(self) -> np.ndarray:
+        """bool [M]: segments of one node, with its own tokens."""
+        return self.below + self.span == 0
+
     @staticmethod
     def whole_forest(levels: Levels) -> Segments:
         """One segment, from the virtual root to the deepest leaf."""

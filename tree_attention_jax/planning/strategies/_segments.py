@@ -28,16 +28,19 @@ class Sums:
     extra: np.ndarray
     own: np.ndarray
 
-    def walked(self, queries: np.ndarray) -> np.ndarray:
+    def walked(self, queries: np.ndarray, tiles: np.ndarray) -> np.ndarray:
         """Tokens that all tiles of ``queries`` rows walk together.
 
         A node that s rows see meets about 1 + (s - 1) / queries tiles, and never more than there are.
         """
-        return np.minimum(self.total + self.extra / queries, self.total * self.tiles(queries))
+        return np.minimum(self.total + self.extra / queries, self.total * tiles)
 
-    def masked(self, queries: np.ndarray, walked: np.ndarray) -> np.ndarray:
+    def masked(self, tiles: np.ndarray, walked: np.ndarray) -> np.ndarray:
         """About how many of the tokens walked are masked: never the top's own, which every row sees."""
-        return np.maximum(walked - self.own * self.tiles(queries), 0) * np.float32(MASKED_SHARE)
+        masked = walked - self.own * tiles
+        np.maximum(masked, 0, out=masked)
+        masked *= np.float32(MASKED_SHARE)
+        return masked
 
     @staticmethod
     def concatenate(parts: list[Sums]) -> Sums:
@@ -105,22 +108,35 @@ class SegmentSums:
         )
 
 
-def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums) -> np.ndarray:
-    """float32 [S, ...]: time of each segment with each of S shapes, as a part of a launch that fills the GPU."""
+def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums, alone: np.ndarray | bool) -> np.ndarray:
+    """float32 [S, ...]: time of each segment with each of S shapes, as a part of a launch that fills the GPU.
+
+    Args:
+        problem: gives the rates.
+        shapes: S of them.
+        sums: of the segments.
+        alone: where, or whether, a segment is one node by itself, which needs no masks; nor does a tile of one query.
+    """
 
     def column(values: np.ndarray) -> np.ndarray:
         return values.astype(np.float32).reshape(-1, *[1] * sums.total.ndim)
 
+    several = shapes.queries > 1
+    token_us = shapes.programs * shapes.token_us
+    mixed_us = np.where(several, shapes.programs * shapes.mixed_token_us, token_us)
+    masked_us = np.where(several, shapes.programs * shapes.masked_token_us, token_us)
     width = problem.heads.token_bytes
     queries = column(shapes.queries)
-    walked = sums.walked(queries)
-    masked = sums.masked(queries, walked)
-    # A tile of one query, and a node by itself, needs no masks.
-    mixed_us = column(shapes.programs * np.where(shapes.queries > 1, shapes.mixed_token_us, shapes.token_us))
-    masked_us = column(shapes.programs * np.where(shapes.queries > 1, shapes.masked_token_us, shapes.token_us))
-    work = walked * np.where(masked > 0, mixed_us, column(shapes.programs * shapes.token_us))
-    work += masked * (masked_us - mixed_us)
-    work += sums.tiles(queries) * column(shapes.programs * (shapes.item_us + 0.5 * shapes.step_us))
+    tiles = sums.tiles(queries)
+    walked = sums.walked(queries, tiles)
+    if alone is True:
+        work = walked * column(token_us)
+    else:
+        work = sums.masked(tiles, walked)
+        work *= column(masked_us - mixed_us)
+        work += walked * column(mixed_us)
+        work[:, alone] = walked[:, alone] * token_us.astype(np.float32).reshape(-1, 1)
+    work += tiles * column(shapes.programs * (shapes.item_us + 0.5 * shapes.step_us))
     memory = sums.total * np.float32(width / problem.profile.bytes_per_us)
     time = np.maximum(work, memory)
     np.minimum(work, memory, out=work)

@@ -82,12 +82,14 @@ class _Plan:
 def _candidates(problem: Problem, levels: Levels, shapes: ShapeTable) -> list[_Candidate]:
     """The optimum of the programme, the optimum with each of its shapes alone, and one segment for everything."""
     sums = SegmentSums.of(levels, problem.unit)
-    inner, leaf = segment_times(problem, shapes, sums.inner), segment_times(problem, shapes, sums.leaf)
+    alone = np.zeros(sums.inner.total.shape, bool)
+    alone[0, 0] = True
+    inner, leaf = segment_times(problem, shapes, sums.inner, alone), segment_times(problem, shapes, sums.leaf, True)
     partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
 
     best = cheapest(levels, inner.min(axis=0), leaf.min(axis=0), partial)
     picked = sums.pick(levels, best)
-    shape = segment_times(problem, shapes, picked).argmin(axis=0)
+    shape = segment_times(problem, shapes, picked, best.alone()).argmin(axis=0)
     found = [_Candidate(best, picked, shape)]
     used = np.flatnonzero(np.bincount(shape))
     for index in used if len(used) > 1 else ():
@@ -110,7 +112,8 @@ def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]
     span = np.concatenate([candidate.segments.span for candidate in candidates])
     sums = Sums.concatenate([candidate.sums for candidate in candidates])
     queries = shapes.queries[shape]
-    rows, tiles, walked = np.minimum(sums.rows, queries), sums.tiles(queries), sums.walked(queries)
+    rows, tiles = np.minimum(sums.rows, queries), sums.tiles(queries)
+    walked = sums.walked(queries, tiles)
     can_mask = (below + span > 0) & (rows > 1)  # a single row sees all that its tile walks
     key = _launch_keys(problem, shapes, owner * num_shapes + shape, can_mask, walked)
     order = np.argsort(key, kind="stable")
@@ -121,7 +124,7 @@ def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]
     memory = np.add.reduceat(sums.total[order], first) * (problem.heads.token_bytes / problem.profile.bytes_per_us)
     written = np.bincount(owner, weights=sums.rows)
     has_partials = written > problem.layout.num_rows  # some row has several segments
-    masked = np.where(can_mask, sums.masked(queries, walked), 0)[order]
+    masked = np.where(can_mask, sums.masked(tiles, walked), 0)[order]
     share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked[order], first), 1)
     pricing = price(problem, shapes.take(launch // 2), blocks, memory, launch % 2 == 1, share, has_partials[whose])
     total = np.bincount(whose, weights=pricing.time)
