@@ -10,6 +10,18 @@ import gguf
 import numpy as np
 
 
+class _Reader(gguf.GGUFReader):
+    """Reads through a plain array: the table of contents takes a million slices, and those of a memmap are slow."""
+
+    @property
+    def data(self) -> np.ndarray:  # type: ignore[override]
+        return self._data
+
+    @data.setter
+    def data(self, mapped: np.ndarray) -> None:
+        self._data = np.asarray(mapped)
+
+
 class GGUFFile:
     """An open (memory-mapped) GGUF file. Reading the table of contents takes seconds, so share one of these.
 
@@ -21,7 +33,7 @@ class GGUFFile:
         if not self.path.is_file():
             raise FileNotFoundError(f"{self.path}: no such file")
         try:
-            reader = gguf.GGUFReader(self.path)
+            reader = _Reader(self.path)
         except (ValueError, IndexError, KeyError, OverflowError) as error:
             raise ValueError(f"{self.path}: not a GGUF file, or cut short ({error})") from error
         self.metadata = reader.fields

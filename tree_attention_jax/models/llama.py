@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from tree_attention_jax.models.paged_cache import Pages
 from tree_attention_jax.models.rope import apply_rope, rope_cos_sin, rope_frequencies
 
 CosSin = tuple[jax.Array, jax.Array]
+# (layer, x, its K pages, its V pages) -> (x, K pages, V pages)
+LayerStep = Callable[["LlamaLayer", jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 def default_dtype() -> DTypeLike:
@@ -112,6 +115,31 @@ class Llama(nnx.Module):
         table = self.embedding if self.config.tie_embeddings else self.unembedding
         return jnp.einsum("rh,vh->rv", self.final_norm(x), table[...], preferred_element_type=jnp.float32)
 
+    def run_layers(
+        self, step: LayerStep, x: jax.Array, k_pages: Sequence[jax.Array], v_pages: Sequence[jax.Array]
+    ) -> tuple[jax.Array, Pages, Pages]:
+        """x through all layers, each with its own pages: (x, k_pages, v_pages).
+
+        step: (layer, x, its k pages, its v pages) -> (x, k pages, v pages).
+        """
+        new_k, new_v = [], []
+        for layer, k_layer, v_layer in zip(self.layers, k_pages, v_pages, strict=True):
+            x, k_layer, v_layer = step(layer, x, k_layer, v_layer)
+            new_k.append(k_layer)
+            new_v.append(v_layer)
+        return x, tuple(new_k), tuple(new_v)
+
+    def for_loops(self) -> Any:
+        """This decoder as a program over many steps should use it: on a CPU, a `RolledLlama`. Call it under `jax.jit`.
+
+        As one program, 30 layers take a CPU minutes to compile. A GPU compiles them faster, and would pay for the
+        copies with every step.
+        """
+        from tree_attention_jax.models.rolled import WORTH_ROLLING, RolledLlama
+
+        worth_it = jax.default_backend() == "cpu" and self.config.num_layers >= WORTH_ROLLING
+        return RolledLlama.of(self) if worth_it else self
+
     def __call__(
         self,
         token_ids: jax.Array,
@@ -145,19 +173,15 @@ class Llama(nnx.Module):
             wanted = f"[Q] with Q at most the plan's {plan.query_capacity}"
             raise ValueError(f"token_ids must be {wanted}, got shape {token_ids.shape}")
         rope = self.rope(plan.positions[: token_ids.shape[0]])
-        x = self.embed(token_ids)
         if implementation is not None and not isinstance(implementation, str):
             implementation = tuple(implementation)
-        new_k, new_v = [], []
-        for layer, k_layer, v_layer in zip(self.layers, k_pages, v_pages, strict=True):
-            x, k_layer, v_layer = _paged_layer(
-                layer, x, rope, k_layer, v_layer, plan, window=config.sliding_window, implementation=implementation
-            )
-            new_k.append(k_layer)
-            new_v.append(v_layer)
-        if logit_rows is not None:
-            x = x[logit_rows]
-        return self.logits(x), tuple(new_k), tuple(new_v)
+        options = dict(window=config.sliding_window, implementation=implementation)
+
+        def step(layer, x, k_layer, v_layer):
+            return _paged_layer(layer, x, rope, k_layer, v_layer, plan, **options)
+
+        x, new_k, new_v = self.run_layers(step, self.embed(token_ids), k_pages, v_pages)
+        return self.logits(x if logit_rows is None else x[logit_rows]), new_k, new_v
 
 
 @partial(jax.jit, static_argnames=("window", "implementation"), donate_argnames=("k_pages", "v_pages"))

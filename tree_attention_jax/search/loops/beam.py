@@ -18,7 +18,7 @@ import numpy as np
 
 from tree_attention_jax.planning.plan import TreePlan
 from tree_attention_jax.search.controller import Hypothesis, as_token_set
-from tree_attention_jax.search.loops.paths import forward_on_paths
+from tree_attention_jax.search.loops.paths import for_loops, forward_on_paths
 from tree_attention_jax.search.loops.sampling import is_any_of
 from tree_attention_jax.search.loops.workspace import Workspace
 from tree_attention_jax.search.tree_state import TreeState, append, fork, path_pages
@@ -127,6 +127,7 @@ def beam_loop(
     needed = width * (rules.max_length - 1)
     if state.capacity < needed:
         raise ValueError(f"state holds {state.capacity} tokens; {width} beams of {rules.max_length} may need {needed}")
+    model = for_loops(model)
     nobody = jnp.full(width, -jnp.inf)
     blank = jnp.zeros((width, rules.max_length), jnp.int32)
     none = jnp.zeros(width, jnp.int32)

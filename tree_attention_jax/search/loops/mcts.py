@@ -24,7 +24,7 @@ import numpy as np
 
 from tree_attention_jax.planning.plan import TreePlan
 from tree_attention_jax.search.controller import as_token_set
-from tree_attention_jax.search.loops.paths import forward_on_paths
+from tree_attention_jax.search.loops.paths import for_loops, forward_on_paths
 from tree_attention_jax.search.loops.sampling import is_any_of
 from tree_attention_jax.search.loops.workspace import Workspace
 from tree_attention_jax.search.tree_state import FREE, TreeState, append, path_pages, path_tokens
@@ -196,6 +196,7 @@ def mcts_loop(
     needed = batch * (rules.steps + rules.num_simulations)
     if state.capacity < needed:
         raise ValueError(f"state holds {state.capacity} tokens; {batch} searches of these rules may need {needed}")
+    model = for_loops(model)
     nothing = jnp.zeros((batch, rules.longest_path), jnp.int32), jnp.zeros(batch, jnp.int32)
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     prior, candidates = jax.lax.top_k(log_probs, rules.num_actions)

@@ -86,7 +86,7 @@ def forward_on_paths(
     """One call of the model on tokens below a prompt. Call it inside `jax.jit`, with the pages donated to that.
 
     Args:
-        model: a `models.Llama`, or anything with its parts: `config`, `embed`, `rope`, `layers`, `logits`.
+        model: a `models.Llama`, or anything with its parts: `config`, `embed`, `rope`, `run_layers`, `logits`.
         plan: of a `Workspace`: query i sees its prompt, and one slot of its own where its K/V is written first.
         tokens: int32 [Q]; positions: int32 [Q], absolute.
         new_slots: int32 [Q], where the tokens' K/V goes to stay; one past the end is dropped.
@@ -101,9 +101,9 @@ def forward_on_paths(
     """
     if model.config.sliding_window is not None:
         raise NotImplementedError("loops on the device attend without a sliding window: use TreeDecoder's own loops")
-    x, rope = model.embed(tokens), model.rope(positions)
-    new_k, new_v = [], []
-    for layer, k_layer, v_layer in zip(model.layers, k_pages, v_pages, strict=True):
+    rope = model.rope(positions)
+
+    def step(layer, x, k_layer, v_layer):
         q, k, v = layer.project_qkv(x, rope)
         k_layer, v_layer = append_kv(k_layer, v_layer, k, v, plan, implementation=implementation)
         k_layer, k_pool = _put(k_layer, new_slots, k)
@@ -111,10 +111,15 @@ def forward_on_paths(
         above, above_lse = tree_attention(q, k_layer, v_layer, plan, implementation=implementation, return_lse=True)
         below, below_lse = path_attention(q, k_pool, v_pool, path_slots, path_lengths)
         attended, _ = merge_states(above, above_lse, below, below_lse)
-        x = layer.finish(x, attended)
-        new_k.append(k_layer)
-        new_v.append(v_layer)
-    return model.logits(x), tuple(new_k), tuple(new_v)
+        return layer.finish(x, attended), k_layer, v_layer
+
+    x, new_k, new_v = model.run_layers(step, model.embed(tokens), k_pages, v_pages)
+    return model.logits(x), new_k, new_v
+
+
+def for_loops(model: Any) -> Any:
+    """The model in the form in which a loop should hold it (`models.Llama.for_loops`), if it has one."""
+    return model.for_loops() if hasattr(model, "for_loops") else model
 
 
 def _put(pages: jax.Array, slots: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:

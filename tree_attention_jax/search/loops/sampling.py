@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tree_attention_jax.planning.plan import TreePlan
+from tree_attention_jax.search.loops.paths import for_loops
 
 __all__ = ["Rows", "Sampling", "first_tokens", "is_any_of", "sample_block", "sample_tokens", "scaled_log_probs"]
 
@@ -152,7 +153,7 @@ def sample_block(
     """
     if plan.horizon < horizon:
         raise ValueError(f"horizon is {horizon} but the plan was made for {plan.horizon} steps")
-    size = rows.tokens.shape[0]
+    model, size = for_loops(model), rows.tokens.shape[0]
 
     def goes_on(carry):
         step, rows = carry[0], carry[1]

@@ -19,7 +19,7 @@ import numpy as np
 
 from tree_attention_jax.planning.plan import TreePlan
 from tree_attention_jax.search.controller import as_token_set
-from tree_attention_jax.search.loops.paths import forward_on_paths
+from tree_attention_jax.search.loops.paths import for_loops, forward_on_paths
 from tree_attention_jax.search.loops.sampling import Sampling, is_any_of, sample_tokens, scaled_log_probs
 from tree_attention_jax.search.loops.workspace import Workspace
 
@@ -131,6 +131,7 @@ def speculative_loop(
     Returns:
         ((history, length int32 [], rounds int32 []), k_pages, v_pages).
     """
+    model = for_loops(model)
     nth = jnp.arange(draft_length + 1)
     path_slots = jnp.broadcast_to(slots, (draft_length + 1, slots.size))
     zero = jnp.zeros(1, jnp.int32)
