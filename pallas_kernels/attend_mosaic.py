@@ -32,11 +32,12 @@ def attend(
         NotImplementedError: as :func:`pallas_kernels.partial_mosaic.partial_attention`.
     """
     interpret = plgpu.InterpretGPUParams() if simulate else None  # type: ignore[attr-defined]
-    return _attend(q, k, v, buffer, per_head, shape=shape, options=options, interpret=interpret)
+    return run(q, k, v, buffer, per_head, shape=shape, options=options, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "options", "interpret"))
-def _attend(q, k, v, buffer, per_head, *, shape: lo.WorkShape, options: Options, interpret: Any):
+def run(q, k, v, buffer, per_head, *, shape: lo.WorkShape, options: Options, interpret: Any):
+    """:func:`attend` with given parameters of the simulator; None: on a GPU."""
     if q.shape[0] == 0:
         return jnp.zeros((0, shape.num_q_heads, shape.v_head_dim), q.dtype), jnp.zeros((0, shape.num_q_heads))
     outputs = None

@@ -118,8 +118,9 @@ def _rows(buffer_ref, per_head_ref, work, warpgroup, masked_too, shape, geo, opt
 
     def spread(count, number, read, dtype):
         """``read(number)`` a row, a scalar after another: there is no gather into registers."""
+        # In this order for the reason given at `pick`.
         zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), dtype), ROWS)
-        return lax.fori_loop(0, count, lambda i, x: jnp.where(number == i, read(i), x), zeros)
+        return lax.fori_loop(0, count, lambda i, x: jnp.where(number != i, x, read(i)), zeros)
 
     def query_position(i):
         return buffer_ref[shape.positions_at + buffer_ref[shape.rows_at + work.row + i]]

@@ -20,15 +20,17 @@ WIDTHS = (64, 128, 256)
 SMALLEST_COPY = 8
 # Words of an entry list that one copy brings: enough for a block of 128 tokens in masked entries of 8.
 META_WORDS = 64
-# Columns of the output staged in shared memory at a time.
-CHUNK = 32
-# Equal numbers side by side that hold an LSE: a bulk copy moves at least 16 bytes.
+# Bulk copies begin at multiples of 128 bytes of shared memory: so an output leaves in rows of that many bytes.
+COPY_BYTES = 128
+# Equal numbers side by side that hold an LSE: a bulk copy moves at least 16 bytes, and a register array 8 columns.
 LSE_COPIES = 8
 # Addresses read together before the copies that need them: a read from global memory takes as long as many copies.
 BATCH = 8
 # Shared memory of a Hopper SM that a program may have, less alignment, barriers and the reductions' scratch.
 SHARED_BYTES = 227 * 1024 - 2048 - 4096
 MAX_STAGES = 8
+# Few, so that a short list of entries goes round the ring.
+SIMULATED_STAGES = 2
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Geometry:
         box: rows that one copy of queries or outputs moves: heads of one query, side by side in memory.
         block: tokens a step; ``stages``: steps in flight.
         unit: slots that an entry is copied with, at least 8; ``entries``: entries a step.
-        batch: boxes handled at a time, unrolled.
+        simulated: for the simulator.
     """
 
     consumers: int
@@ -57,7 +59,7 @@ class Geometry:
     block: int
     stages: int
     unit: int
-    batch: int
+    simulated: bool
 
     @property
     def rows(self) -> int:
@@ -67,6 +69,16 @@ class Geometry:
     def boxes(self) -> int:
         """Copies that move the rows of one warpgroup."""
         return WARPGROUP_ROWS // self.box
+
+    @property
+    def batch(self) -> int:
+        """Copies of boxes that are unrolled. The simulator compiles what is unrolled, so there it is one."""
+        return 1 if self.simulated else min(BATCH, self.boxes)
+
+    @property
+    def lse_pitch(self) -> int:
+        """Columns of the LSEs in shared memory: as many as are written, or more where a box is less than 128 bytes."""
+        return LSE_COPIES if self.box * LSE_COPIES * 4 % COPY_BYTES == 0 else COPY_BYTES // 4
 
     @property
     def entries(self) -> int:
@@ -79,7 +91,7 @@ class Geometry:
 
 
 def geometry(shape: lo.WorkShape, tile: lo.TileClass, simulated: bool = False) -> Geometry:
-    """How the kernel runs the items of a tile class. The simulator compiles what is unrolled, so there less is.
+    """How the kernel runs the items of a tile class.
 
     Raises:
         NotImplementedError: a head dim that the copies cannot bring in the form the matrix units read.
@@ -106,15 +118,15 @@ def geometry(shape: lo.WorkShape, tile: lo.TileClass, simulated: bool = False) -
         head_tiles=-(-group // heads),
         box=box,
         block=block,
-        stages=_stages(shape, rows, block),
+        stages=SIMULATED_STAGES if simulated else _stages(shape, rows, block),
         unit=max(tile.unit, SMALLEST_COPY),
-        batch=1 if simulated else min(BATCH, WARPGROUP_ROWS // box),
+        simulated=simulated,
     )
 
 
 def _stages(shape: lo.WorkShape, rows: int, block: int) -> int:
     """As many steps in flight as shared memory holds beside queries (as loaded, and as multiplied) and outputs."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
-    fixed = 2 * rows * shape.head_dim * itemsize + rows * (CHUNK * (4 + itemsize) + LSE_COPIES * 4)
+    fixed = rows * (2 * shape.head_dim * itemsize + COPY_BYTES)
     stage = block * (shape.head_dim + shape.v_head_dim) * itemsize + META_WORDS * 4
     return min(MAX_STAGES, (SHARED_BYTES - fixed) // stage)

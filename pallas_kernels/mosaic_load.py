@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layout as lo
-from pallas_kernels.mosaic_geometry import META_WORDS, WARPGROUP_ROWS, Geometry
+from pallas_kernels.mosaic_geometry import COPY_BYTES, META_WORDS, WARPGROUP_ROWS, Geometry
 from pallas_kernels.mosaic_work import Scalar, Work, div, for_each_work, rem
 
 
@@ -26,8 +26,7 @@ class Shared(NamedTuple):
         queries: the same, tiled and swizzled for the matrix units.
         keys: [stages, block, D]; ``values``: [stages, block, Dv].
         meta: int32 [stages, META_WORDS], the entries of each step.
-        out32, out16: [consumers, 64, CHUNK] outputs on their way out, as partials or in q's type.
-        lse: float32 [consumers, 64, LSE_COPIES].
+        staged: what is on its way out: :class:`Staged`.
         raw_full, raw_free: the query rows have come; have been read.
         keys_full, values_full: a step's tokens have come; ``keys_free``, ``values_free``: no one needs them any more.
         clean: the slots of a step that hold no token of the entries are zero in ``values``.
@@ -38,9 +37,7 @@ class Shared(NamedTuple):
     keys: Any
     values: Any
     meta: Any
-    out32: Any
-    out16: Any
-    lse: Any
+    staged: Any
     raw_full: Any
     raw_free: Any
     keys_full: Any
@@ -48,6 +45,31 @@ class Shared(NamedTuple):
     values_full: Any
     values_free: Any
     clean: Any
+
+
+class Staged(NamedTuple):
+    """Three views of the same bytes, as many for each consumer: partials, outputs in q's type, and LSEs.
+
+    Attributes:
+        partial: float32 [consumers, 64, 32]; ``out``: [consumers, 64, 64]; both rows of COPY_BYTES.
+        lse: float32 [consumers, at least 64, pitch].
+    """
+
+    partial: Any
+    out: Any
+    lse: Any
+
+
+def staging(geo: Geometry, dtype: Any) -> Any:
+    """The union that :class:`Staged` takes apart."""
+    words = COPY_BYTES // 4
+    views = (
+        plgpu.SMEM((geo.consumers, WARPGROUP_ROWS, words), jnp.float32),
+        plgpu.SMEM((geo.consumers, WARPGROUP_ROWS, 2 * words), dtype),
+        plgpu.SMEM((geo.consumers, WARPGROUP_ROWS * words // geo.lse_pitch, geo.lse_pitch), jnp.float32),
+    )
+    # The simulator takes views of different parts of a union for views of the same part.
+    return views if geo.simulated and geo.consumers > 1 else plgpu.RefUnion(*views)
 
 
 def barriers(geo: Geometry) -> tuple[Any, ...]:
@@ -131,11 +153,12 @@ def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absen
 
     ``place`` is the query (``final``) or the place of its partial, ``rows`` a slice of the warpgroup's 64.
     """
+    batch = geo.batch if final else 1  # a partial's place needs no reading
 
     def boxes(i: Scalar, carry: None) -> None:
         found = []
-        for j in range(geo.batch):
-            box = i * geo.batch + j
+        for j in range(batch):
+            box = i * batch + j
             row = warpgroup * WARPGROUP_ROWS + box * geo.box
             n, head = div(row, geo.heads), work.head + rem(row, geo.heads)
             live = (n < work.queries) & (head < geo.group)
@@ -153,7 +176,7 @@ def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absen
                 def _():
                     absent()
 
-    lax.fori_loop(0, geo.boxes // geo.batch, boxes, None)
+    lax.fori_loop(0, geo.boxes // batch, boxes, None)
 
 
 def _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, masked, geo) -> None:

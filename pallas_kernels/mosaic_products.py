@@ -42,11 +42,16 @@ WGMMA = Products(_scores, _accumulate)
 
 
 def _plain_scores(queries, keys) -> jax.Array:
-    return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
+    scores = jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
+    # The matrix units read as the copies write; these reads do not, so a copy may follow only after this.
+    plgpu.commit_smem()
+    return scores
 
 
 def _plain_accumulate(out, weights, values) -> jax.Array:
-    return out + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+    out = out + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+    plgpu.commit_smem()
+    return out
 
 
 PLAIN = Products(_plain_scores, _plain_accumulate)

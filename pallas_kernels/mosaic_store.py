@@ -1,11 +1,12 @@
 """What a computing warpgroup of the Mosaic GPU kernel writes: rows through shared memory, a query's heads at a time.
 
-Bulk copies move at least 16 bytes and do not scatter, so an LSE is written :data:`LSE_COPIES` times side by side, and
-an output leaves in pieces of :data:`CHUNK` columns.
+Bulk copies do not scatter and move at least 16 bytes, so an LSE is written :data:`LSE_COPIES` times side by side. They
+begin at multiples of 128 bytes, so an output leaves in pieces of so many columns.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layout as lo
-from pallas_kernels.mosaic_geometry import CHUNK, LSE_COPIES, WARPGROUP_ROWS, Geometry
+from pallas_kernels.mosaic_geometry import LSE_COPIES, WARPGROUP_ROWS, Geometry
 from pallas_kernels.mosaic_load import Shared, for_each_box
 from pallas_kernels.mosaic_work import Scalar, Work, div
 from pallas_kernels.options import LOG2E
@@ -44,25 +45,27 @@ def store(
 ) -> None:
     """Write a pass's rows, float32 [64, Dv] and base-2 LSE [64], as final outputs or as partials."""
 
+    walk = functools.partial(for_each_box, buffer_ref, work, warpgroup, shape=shape, geo=geo)
+
     def write(final: bool) -> None:
-        staged = shared.out16 if final else shared.out32
+        staged = shared.staged.out if final else shared.staged.partial
         target, lse_target = (outputs.out, outputs.lse) if final else (outputs.partial_out, outputs.partial_lse)
-        lse = lse2 / LOG2E if final else lse2
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        shared.lse[warpgroup] = lax.broadcast_in_dim(lse, (WARPGROUP_ROWS, LSE_COPIES), [0])
-        for column in range(0, out.shape[1], CHUNK):
-            if column:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            staged[warpgroup] = out[:, column : column + CHUNK].astype(staged.dtype)
+        _stage_lse(shared, warpgroup, lse2 / LOG2E if final else lse2, geo)
+        walk(
+            final=final,
+            there=lambda place, head, rows: _copy_lse(shared, warpgroup, rows, lse_target, place, head, geo),
+        )
+        for column in range(0, out.shape[1], staged.shape[-1]):
+            columns = pl.ds(column, staged.shape[-1])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staged[warpgroup] = out[:, column : column + staged.shape[-1]].astype(staged.dtype)
             plgpu.commit_smem()
-
-            def leave(place, head, rows, column=column):
-                here = (place, pl.ds(head, geo.box))
-                plgpu.copy_smem_to_gmem(staged.at[warpgroup, rows], target.at[(*here, pl.ds(column, CHUNK))])
-                if column == 0:
-                    plgpu.copy_smem_to_gmem(shared.lse.at[warpgroup, rows], lse_target.at[here])
-
-            for_each_box(buffer_ref, work, warpgroup, shape=shape, geo=geo, final=final, there=leave)
+            walk(
+                final=final,
+                there=lambda place, head, rows, columns=columns: plgpu.copy_smem_to_gmem(
+                    staged.at[warpgroup, rows], target.at[place, pl.ds(head, geo.box), columns]
+                ),
+            )
 
     @pl.when(work.partial < 0)
     def _():
@@ -71,6 +74,24 @@ def store(
     @pl.when(work.partial >= 0)
     def _():
         write(False)
+
+
+def _stage_lse(shared: Shared, warpgroup: Scalar, lse: jax.Array, geo: Geometry) -> None:
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    copies = lax.broadcast_in_dim(lse, (WARPGROUP_ROWS, geo.lse_pitch), [0])
+    shared.staged.lse[warpgroup, pl.ds(0, WARPGROUP_ROWS)] = copies
+    plgpu.commit_smem()
+
+
+def _copy_lse(shared: Shared, warpgroup: Scalar, rows: Any, target: Any, place: Any, head: Any, geo: Geometry):
+    if geo.lse_pitch == LSE_COPIES:
+        plgpu.copy_smem_to_gmem(shared.staged.lse.at[warpgroup, rows], target.at[place, pl.ds(head, geo.box)])
+        return
+    for i in range(geo.box):
+        plgpu.copy_smem_to_gmem(
+            shared.staged.lse.at[warpgroup, pl.ds(rows.start + i, 1), pl.ds(0, LSE_COPIES)],
+            target.at[place, pl.ds(head + i, 1)],
+        )
 
 
 def pad(
@@ -90,20 +111,26 @@ def pad(
 
     @pl.when((share > 0) & (warpgroup == 0))
     def _():
-        nothing = jnp.zeros((WARPGROUP_ROWS, CHUNK), jnp.float32)
-        shared.out16[0] = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA).astype(shared.out16.dtype)
-        never = jnp.full((WARPGROUP_ROWS, LSE_COPIES), -jnp.inf, jnp.float32)
-        shared.lse[0] = plgpu.layout_cast(never, plgpu.Layout.WGMMA)
+        queries = div(share + grid - 1, grid)
+        never = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+        _stage_lse(shared, warpgroup, never, geo)
+        rows = pl.ds(0, geo.box)
+
+        def lse(i: Scalar, carry: None) -> None:
+            for head in range(0, shape.num_q_heads, geo.box):
+                _copy_lse(shared, warpgroup, rows, outputs.lse, first + program + i * grid, head, geo)
+
+        lax.fori_loop(0, queries, lse, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged = shared.staged.out
+        nothing = jnp.zeros((WARPGROUP_ROWS, staged.shape[-1]), staged.dtype)
+        staged[0] = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
         plgpu.commit_smem()
 
-        def one(i: Scalar, carry: None) -> None:
-            query = first + program + i * grid
+        def out(i: Scalar, carry: None) -> None:
             for head in range(0, shape.num_q_heads, geo.box):
-                here = (query, pl.ds(head, geo.box))
-                for column in range(0, shape.v_head_dim, CHUNK):
-                    plgpu.copy_smem_to_gmem(
-                        shared.out16.at[0, pl.ds(0, geo.box)], outputs.out.at[(*here, pl.ds(column, CHUNK))]
-                    )
-                plgpu.copy_smem_to_gmem(shared.lse.at[0, pl.ds(0, geo.box)], outputs.lse.at[here])
+                for column in range(0, shape.v_head_dim, staged.shape[-1]):
+                    here = (first + program + i * grid, pl.ds(head, geo.box), pl.ds(column, staged.shape[-1]))
+                    plgpu.copy_smem_to_gmem(staged.at[0, rows], outputs.out.at[here])
 
-        lax.fori_loop(0, div(share + grid - 1, grid), one, None)
+        lax.fori_loop(0, queries, out, None)

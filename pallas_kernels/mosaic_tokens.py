@@ -56,10 +56,14 @@ def all_filled(entries: Entries, geo: Geometry) -> Scalar:
 
 
 def pick(values: Sequence[Scalar], entry: jax.Array) -> jax.Array:
-    """``values[entry]`` for an array of entry numbers: the compiler knows most of them, so few selects remain."""
-    picked = jnp.broadcast_to(values[0], entry.shape)
+    """``values[entry]`` for an array of entry numbers: the compiler knows most of them, so few selects remain.
+
+    The scalar stands in the second place of each ``where``, and never alone: Mosaic takes the sign of the result from
+    the condition if the first place holds a scalar, and compares it as an unsigned number ever after.
+    """
+    picked = values[0] + (entry - entry)
     for e, value in enumerate(values[1:], 1):
-        picked = jnp.where(entry == e, value, picked)
+        picked = jnp.where(entry != e, picked, value)
     return picked
 
 

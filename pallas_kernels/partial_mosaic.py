@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import layout as lo
 from pallas_kernels.mosaic_attend import consume
 from pallas_kernels.mosaic_geometry import (
-    CHUNK,
     LSE_COPIES,
     META_WORDS,
     SMALLEST_COPY,
@@ -27,7 +26,7 @@ from pallas_kernels.mosaic_geometry import (
     Geometry,
     geometry,
 )
-from pallas_kernels.mosaic_load import Shared, barriers, produce
+from pallas_kernels.mosaic_load import Shared, Staged, barriers, produce, staging
 from pallas_kernels.mosaic_products import PLAIN, WGMMA
 from pallas_kernels.mosaic_store import Outputs
 from pallas_kernels.options import Options
@@ -121,6 +120,7 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, grid, shape, geo, opt
 
     def run(*shared):
         shared = Shared(*shared)
+        shared = shared._replace(staged=Staged(*shared.staged))
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         common = {"index": index, "grid": grid, "shape": shape, "geo": geo}
 
@@ -159,7 +159,5 @@ def _scratch(shape: lo.WorkShape, geo: Geometry, dtype) -> list[Any]:
         plgpu.SMEM((geo.stages, geo.block, shape.head_dim), dtype, transforms=tiled),
         plgpu.SMEM((geo.stages, geo.block, shape.v_head_dim), dtype, transforms=tiled),
         plgpu.SMEM((geo.stages, META_WORDS), jnp.int32),
-        plgpu.SMEM((*rows, CHUNK), jnp.float32),
-        plgpu.SMEM((*rows, CHUNK), dtype),
-        plgpu.SMEM((*rows, LSE_COPIES), jnp.float32),
+        staging(geo, dtype),
     ]

@@ -1,0 +1,137 @@
+"""The Mosaic kernel in JAX's simulator of a GPU, with its race detector, against the oracle.
+
+The simulator has no tensor cores, so the two matrix products are replaced; copies, barriers, masks, softmax and what is
+written are the kernel's own. A case takes seconds to compile, so cases are few and small.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from forests import Case, Heads, assert_matches_oracle, lay_out, plan_for, poisoned_inputs
+
+import tree_attention_jax as ta
+from pallas_kernels.options import Options
+from tree_attention_jax import TokenTree
+from tree_attention_jax.backends import MOSAIC_NEEDS
+
+BF16, FP16 = jnp.bfloat16, jnp.float16
+OPTIONS = {
+    "logits_soft_cap": 1.5,
+    "sliding_window": 20,
+    "alibi_slopes": 2.0 ** -np.arange(1, 5),
+    "k_scale": np.array([1.2, 0.7]),
+}
+
+
+def ragged() -> TokenTree:
+    """Inner nodes with queries, a chunk of prefill, leaves that decode, a leaf without queries, an empty one."""
+    return TokenTree([-1, 0, 0, 1, 1, 2, -1, 6], [23, 13, 20, 7, 33, 1, 0, 6], [0, 3, 0, 7, 12, 1, 0, 6])
+
+
+def shared_prompt() -> TokenTree:
+    """A prompt and 32 new tokens that attend to it and, causally, to each other."""
+    return TokenTree([-1, 0], [100, 32], [0, 32])
+
+
+def drafts() -> TokenTree:
+    return TokenTree.from_paths([[0], [1], [0, 0]], [21], page_size=16)
+
+
+# Narrow tiles, finals and partials; a masked tile with padding rows of q; two warpgroups, plain and masked entries.
+DECODE = Case("decode", lambda: TokenTree.from_levels([1, 3], [40, 9]), Heads(4, 1, 64))
+RAGGED = Case("ragged", lambda: lay_out(ragged(), 8, sharing=True), Heads(4, 2, 128), page_size=8, padding=3)
+WIDE = Case("wide", lambda: lay_out(shared_prompt(), 16, sharing=True), Heads(4, 1, 64))
+# Entries shorter than a copy, a group that does not divide a warpgroup, two passes a tile.
+DRAFTS = Case("drafts", drafts, Heads(4, 2, 64))
+UNEVEN = Case("uneven", lambda: lay_out(TokenTree.from_levels([1, 2], [20, 17]), 16), Heads(6, 2, 64))
+PASSES = Case("passes", lambda: lay_out(shared_prompt(), 16), Heads(4, 1, 256))
+
+
+def simulate(case: Case, strategy: str, dtype=BF16, **options) -> None:
+    """Attend in the simulator, compare with the oracle, and repeat the reduction in plain XLA."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels import attend_mosaic
+
+    tree = case.tree()
+    inputs = poisoned_inputs(tree, case.page_size, case.heads, dtype, padding=case.padding)
+    plan = plan_for(tree, case.page_size, case.heads, strategy=strategy)
+    q, k, v = inputs.on_device()
+    per_head = None
+    if options:
+        factors = np.repeat(options["k_scale"], case.heads.q // case.heads.kv)
+        per_head = jnp.stack([jnp.asarray(options["alibi_slopes"]), jnp.asarray(factors)]).astype(jnp.float32)
+    out, lse = attend_mosaic.run(
+        q,
+        k.reshape(-1, *k.shape[2:]),
+        v.reshape(-1, *v.shape[2:]),
+        plan.buffer,
+        per_head,
+        shape=plan.shape,
+        options=Options(
+            scale=case.heads.dim**-0.5,
+            logits_soft_cap=options.get("logits_soft_cap"),
+            sliding_window=options.get("sliding_window"),
+            alibi="alibi_slopes" in options,
+            scaled_keys="k_scale" in options,
+        ),
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    assert_matches_oracle(out, lse, tree, case.page_size, inputs, **options)
+
+
+if jax.__version_info__ < MOSAIC_NEEDS:
+
+    def test_an_older_jax_says_which_it_needs():
+        tree = DECODE.tree()
+        inputs = poisoned_inputs(tree, 16, DECODE.heads, BF16)
+        with pytest.raises(NotImplementedError, match=r"pallas_mosaic: .* needs jax 0\.11\.2.*'xla' anywhere"):
+            ta.tree_attention(*inputs.on_device(), plan_for(tree, 16, DECODE.heads), implementation="pallas_mosaic")
+
+else:
+
+    @pytest.mark.parametrize(
+        ("case", "strategy", "dtype"),
+        [
+            (DECODE, "per_node", BF16),
+            (RAGGED, "flatten", BF16),
+            (WIDE, "per_node", FP16),
+            pytest.param(DRAFTS, "per_node", BF16, marks=pytest.mark.slow),
+            pytest.param(UNEVEN, "auto", BF16, marks=pytest.mark.slow),
+            pytest.param(PASSES, "per_node", BF16, marks=pytest.mark.slow),
+        ],
+        ids=str,
+    )
+    def test_matches_the_oracle_without_races(case: Case, strategy: str, dtype, capfd):
+        simulate(case, strategy, dtype)
+        assert "RACE" not in capfd.readouterr().out
+
+    @pytest.mark.slow
+    def test_options(capfd):
+        simulate(Case("options", lambda: lay_out(ragged(), 16, sharing=True), Heads(4, 2, 64)), "flatten", **OPTIONS)
+        assert "RACE" not in capfd.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("heads", "page_size", "dtype", "reason"),
+        [
+            (Heads(4, 1, 64), 16, jnp.float32, "dtypes float32"),
+            (Heads(4, 1, 80), 16, BF16, "head_dim is 80"),
+            (Heads(4, 1, 64, 96), 16, BF16, "v_head_dim is 96"),
+            (Heads(4, 1, 64), 1, BF16, "a pool of 70 slots"),
+        ],
+        ids=str,
+    )
+    def test_what_it_cannot_do(heads: Heads, page_size: int, dtype, reason: str):
+        tree = DECODE.tree()
+        inputs = poisoned_inputs(tree, page_size, heads, dtype)
+        plan = plan_for(tree, page_size, heads)
+        with pytest.raises(NotImplementedError, match=f"pallas_mosaic: .*{reason}.*'xla' anywhere"):
+            ta.tree_attention(*inputs.on_device(), plan, implementation="pallas_mosaic")
+
+    def test_it_is_no_default():
+        from tree_attention_jax.backends import resolve
+
+        assert "pallas_mosaic" not in resolve(None)
