@@ -48,7 +48,8 @@ def make_entries(problem: Problem, pieces: Pieces, num_tiles: int) -> tuple[Entr
 def _units(problem: Problem, pieces: Pieces) -> tuple[int, int]:
     """Tokens that a plain entry and a masked entry hold.
 
-    A leaf that grows on the device moves on from entry to entry, wherever its entries are: then it is one unit for all.
+    Plain entries are no shorter than masked ones: a growing tree would meet one more combination. And a leaf that grows
+    on the device moves on from entry to entry, wherever its entries are: then it is one unit for all.
     """
     first_slot = problem.tree.first_slot
     if problem.horizon:
@@ -56,10 +57,10 @@ def _units(problem: Problem, pieces: Pieces) -> tuple[int, int]:
         return unit, unit
     begin, tokens = first_slot[pieces.node] + pieces.begin, pieces.end - pieces.begin
     plain = ~pieces.masked
-    return (
-        problem.unit_for(begin[plain], tokens[plain]),
-        problem.unit_for(begin[pieces.masked], tokens[pieces.masked]),
-    )
+    masked_unit = problem.unit_for(begin[pieces.masked], tokens[pieces.masked])
+    if masked_unit > 1 and not plain.all():
+        return masked_unit, masked_unit
+    return problem.unit_for(begin[plain], tokens[plain]), masked_unit
 
 
 def _first_with_the_same(pieces: Pieces, plain: np.ndarray, num_tiles: int) -> np.ndarray | None:
