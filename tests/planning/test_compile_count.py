@@ -31,13 +31,15 @@ def growing_tree(nodes: int, seed: int = 0) -> Iterator[ta.TokenTree]:
         yield ta.TokenTree(parent[:count], np.maximum(kv_len, 1))
 
 
+@pytest.mark.parametrize("heads", [HEADS, Heads(32, 8, 128)], ids=str)
+@pytest.mark.parametrize("gpu", [None, "NVIDIA H200"])
 @pytest.mark.parametrize("strategy", ["auto", "per_node", "node_chunk"])
-def test_plan_shapes_of_a_growing_tree(strategy: str):
+def test_plan_shapes_of_a_growing_tree(strategy: str, gpu: str | None, heads: Heads):
     shapes: dict = {}
     for step, tree in enumerate(growing_tree(2000)):
         # Every step while it is small, where buckets are narrow; every tenth later.
         if step < 100 or step % 10 == 0:
-            shapes.setdefault(plan_for(tree, PAGE_SIZE, HEADS, strategy=strategy).shape, step)
+            shapes.setdefault(plan_for(tree, PAGE_SIZE, heads, strategy=strategy, gpu=gpu).shape, step)
     assert len(shapes) <= MOST, f"new shapes at steps {sorted(shapes.values())}"
 
 

@@ -66,16 +66,21 @@ class ShapeTable:
         return ShapeTable(self.tiles, **picked)
 
 
-def shapes_for(problem: Problem) -> ShapeTable:
-    """The profile's shapes; costs grow with the head dim, and a group never spans more tiles than it must."""
-    return _shapes(problem.profile, problem.heads, problem.unit)
+def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:
+    """The profile's shapes with steps of so many tokens at least.
+
+    Costs grow with the head dim, and a group never spans more tiles than it must.
+    """
+    return _shapes(problem.profile, problem.heads, problem.unit, shortest_step)
 
 
 @functools.lru_cache(maxsize=64)
-def _shapes(profile: GpuProfile, heads: Heads, unit: int) -> ShapeTable:
+def _shapes(profile: GpuProfile, heads: Heads, unit: int, shortest_step: int) -> ShapeTable:
     scale = (heads.head_dim + heads.v_head_dim) / 256
     cost_of: dict[TileClass, TileCost] = {}
     for cost in profile.tiles:
+        if cost.block_kv < shortest_step:
+            continue
         cost_of.setdefault(fitted(heads, cost, unit), cost)
     tiles = sorted(cost_of, key=lambda tile: (tile.rows, tile.block_kv, tile.warps, tile.stages))
     group = heads.group

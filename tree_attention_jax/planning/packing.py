@@ -16,6 +16,8 @@ from tree_attention_jax.planning.tiles import resident_programs
 
 # Partials merged at a time: most queries have a few; of a long split context there are many.
 FEW_PARTIALS, MANY_PARTIALS = 4, 16
+# A plan with room for so many partials takes the larger block anyhow, to be one program instead of two.
+MANY_ROWS = 16_384
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     buffer[places.lists : growing_at] = reduce_list
     buffer[growing_at:grow_lists_at] = growing.ravel()
     buffer[grow_lists_at : grow_lists_at + len(grow_lists)] = grow_lists
+    partial_rows, most = capacity.partials if num_partials else 0, np.diff(reduce_ptr).max(initial=0)
+    assert partial_rows is not None
     shape = lo.WorkShape(
         num_q_heads=problem.heads.num_q_heads,
         num_kv_heads=problem.heads.num_kv_heads,
@@ -98,8 +102,8 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         positions_at=places.positions,
         slots_at=places.slots,
         reduce_at=places.reduce,
-        reduce_block=FEW_PARTIALS if np.diff(reduce_ptr).max(initial=0) <= FEW_PARTIALS else MANY_PARTIALS,
-        partial_rows=0 if num_partials == 0 else capacity.partials or 0,
+        reduce_block=MANY_PARTIALS if partial_rows >= MANY_ROWS or most > FEW_PARTIALS else FEW_PARTIALS,
+        partial_rows=partial_rows,
         buffer_size=size,
     )
     return Packed(buffer, shape, tuple(launch_counts.tolist()), num_partials)

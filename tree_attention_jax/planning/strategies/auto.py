@@ -43,6 +43,8 @@ from tree_attention_jax.planning.tiling import Tiling
 
 # Tiles of a segment may see more tokens than their average: if so many times as many, split limits are priced again.
 LONGER_THAN_THOUGHT = 1.1
+# Joined segments are long: the short steps that nodes of 16 tokens want gain nothing, but would be one more program.
+SHORTEST_STEP = 32
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
 
@@ -52,7 +54,7 @@ def auto(problem: Problem) -> Tiling:
         none = np.zeros(0, np.int32)
         return make_tiling(problem, none, none, np.zeros(1, np.int32), none, none, none)
     levels = Levels.of(problem, MAX_SPAN)
-    shapes = shapes_for(problem)
+    shapes = shapes_for(problem, SHORTEST_STEP)
     return _emit(problem, levels, _cheapest(problem, shapes, _candidates(problem, levels, shapes)), shapes)
 
 
