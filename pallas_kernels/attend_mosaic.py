@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layout as lo
 from pallas_kernels import partial_mosaic, reduce_triton, reduce_xla
@@ -15,6 +14,7 @@ from pallas_kernels.options import Options
 from pallas_kernels.state import AttentionState
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "options"))
 def attend(
     q: jax.Array,
     k: jax.Array,
@@ -24,20 +24,31 @@ def attend(
     *,
     shape: lo.WorkShape,
     options: Options,
-    simulate: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Output and LSE of every row of ``q``. Arguments as in :func:`pallas_kernels.partial_xla.partial_attention`.
 
     Raises:
-        NotImplementedError: as :func:`pallas_kernels.partial_mosaic.partial_attention`.
+        NotImplementedError: as :func:`pallas_kernels.partial_mosaic.check`.
     """
-    interpret = plgpu.InterpretGPUParams() if simulate else None  # type: ignore[attr-defined]
-    return run(q, k, v, buffer, per_head, shape=shape, options=options, interpret=interpret)
+    return launch_all(q, k, v, buffer, per_head, shape=shape, options=options)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "options", "interpret"))
-def run(q, k, v, buffer, per_head, *, shape: lo.WorkShape, options: Options, interpret: Any):
-    """:func:`attend` with given parameters of the simulator; None: on a GPU."""
+def launch_all(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    buffer: jax.Array,
+    per_head: jax.Array | None,
+    *,
+    shape: lo.WorkShape,
+    options: Options,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`attend`, or with ``interpret`` (``InterpretGPUParams``) in the simulator.
+
+    Never simulate under ``jit``: the simulator wants a CPU thread a warpgroup, and a program around it takes one away,
+    so that where there are few they wait for each other for ever.
+    """
     if q.shape[0] == 0:
         return jnp.zeros((0, shape.num_q_heads, shape.v_head_dim), q.dtype), jnp.zeros((0, shape.num_q_heads))
     outputs = None

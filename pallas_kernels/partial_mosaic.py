@@ -57,10 +57,10 @@ def partial_attention(
     ``interpret``: parameters of the simulator (``InterpretGPUParams``); None: a GPU.
 
     Raises:
-        NotImplementedError: a type, head dim or pool that this kernel cannot do.
+        NotImplementedError: as :func:`check`.
     """
     launch = shape.launches[index]
-    _check(q, k, v)
+    check(q, k, v, shape)
     geo = geometry(shape, launch.tile, simulated=interpret is not None)
     grid = min(launch.grid, SIMULATED_PROGRAMS) if interpret is not None else launch.grid
     mesh = plgpu.Mesh(grid=(grid,), grid_names=("program",), num_threads=geo.consumers + 1, thread_name="warpgroup")
@@ -100,8 +100,13 @@ def partial_attention(
     return Outputs(*(jax.freeze(ref) for ref in refs))
 
 
-def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    """The matrix units take two operands of one 16-bit type from shared memory, as the copies bring them."""
+def check(q: jax.Array, k: jax.Array, v: jax.Array, shape: lo.WorkShape) -> None:
+    """Whether the kernel can do this.
+
+    Raises:
+        NotImplementedError: a type, head dim or pool that it cannot do.
+    """
+    # The matrix units take two operands of one 16-bit type from shared memory, as the copies bring them.
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(
             f"q, K and V have dtypes {q.dtype}, {k.dtype} and {v.dtype}: the Mosaic kernel takes bfloat16 or float16, "
@@ -112,6 +117,8 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             f"a pool of {k.shape[0]} slots: the Mosaic kernel copies {SMALLEST_COPY} slots at once, so it needs a "
             f"multiple of that, which page sizes of 8 and more give"
         )
+    for launch in shape.launches:
+        geometry(shape, launch.tile)
 
 
 def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, grid, shape, geo, options, products, dtype):

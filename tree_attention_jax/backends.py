@@ -124,20 +124,21 @@ def _attend_triton(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, opti
 
 
 def _attend_mosaic(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, options: Options):
-    """The Mosaic GPU kernel, in its simulator where there is no GPU. No default: it has not run on a device yet."""
+    """The Mosaic GPU kernel. No default: it has been simulated and compiled, but has not run on a device yet."""
     if jax.__version_info__ < MOSAIC_NEEDS:
         needed = ".".join(map(str, MOSAIC_NEEDS))
         raise NotImplementedError(f"the Mosaic kernel needs jax {needed}, this is {jax.__version__}; {WHAT_WORKS}")
-    if not _interpret() and getattr(jax.devices()[0], "compute_capability", None) != "9.0":
-        raise NotImplementedError(f"the Mosaic kernel is for Hopper, this is {jax.devices()[0]}; {WHAT_WORKS}")
-    from pallas_kernels import attend_mosaic  # not on older versions of jax
+    from pallas_kernels import attend_mosaic, partial_mosaic  # which older versions of jax cannot import
 
+    k, v = _flat(k_pages), _flat(v_pages)
     try:
-        return attend_mosaic.attend(
-            q, _flat(k_pages), _flat(v_pages), buffer, per_head, shape=shape, options=options, simulate=_interpret()
-        )
+        partial_mosaic.check(q, k, v, shape)
     except NotImplementedError as error:
         raise NotImplementedError(f"{error}; {WHAT_WORKS}") from None
+    device = jax.devices()[0]
+    if getattr(device, "compute_capability", None) != "9.0":
+        raise NotImplementedError(f"the Mosaic kernel is for Hopper GPUs, this is {device.device_kind}; {WHAT_WORKS}")
+    return attend_mosaic.attend(q, k, v, buffer, per_head, shape=shape, options=options)
 
 
 def _append_xla(k_pages, v_pages, k_new, v_new, slots):

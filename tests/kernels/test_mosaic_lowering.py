@@ -1,0 +1,102 @@
+"""The Mosaic kernel lowers for CUDA on any machine: what the simulator takes and Mosaic does not fails here."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from forests import Heads, plan_for, poisoned_inputs
+from test_cuda_lowering import OPTIONS, an_nvidia_gpu
+
+import tree_attention_jax as ta
+from pallas_kernels.options import Options
+from tree_attention_jax.backends import MOSAIC_NEEDS
+
+Shape = jax.ShapeDtypeStruct
+BF16, FP16 = jnp.bfloat16, jnp.float16
+
+# A narrow and a wide launch without masks; one wide launch with them; a masked launch of 64 rows.
+PLAIN = ta.TokenTree.from_levels([1, 64], [1000, 33])
+PREFILL = ta.TokenTree([-1, 0], [30, 200], [0, 200])
+MASKED = ta.TokenTree([-1, 0, 0, 0], [1000, 33, 60, 20], [0, 33, 1, 1])
+# Entries of one token.
+SHORT = ta.TokenTree.from_levels([1, 64], [1000, 3])
+
+
+def lower(tree: ta.TokenTree, heads: Heads, dtype, options: Options, page_size: int = 16):
+    from pallas_kernels import attend_mosaic
+
+    plan = plan_for(tree, page_size, heads, gpu="NVIDIA H200", strategy="per_node")
+    pool = 1280
+    arguments = (
+        Shape((tree.num_queries, heads.q, heads.dim), dtype),
+        Shape((pool, heads.kv, heads.dim), dtype),
+        Shape((pool, heads.kv, heads.value_dim), dtype),
+        Shape(plan.buffer.shape, jnp.int32),
+        Shape((2, heads.q), jnp.float32) if options.uses_heads else None,
+    )
+    call = functools.partial(attend_mosaic.launch_all, shape=plan.shape, options=options)
+    with an_nvidia_gpu():
+        lowered = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@mosaic_gpu_v2") == len(plan.shape.launches)
+    return lowered, plan
+
+
+def kernels(lowered) -> list[str]:
+    """The text of the Mosaic modules in a lowered program."""
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+
+    program = lowered.compiler_ir("stablehlo")
+    found = []
+
+    def look(op):
+        config = op.operation.attributes.get("mhlo.backend_config", None)
+        if config is not None and "module" in ir.DictAttr(config):
+            found.append(ir.StringAttr(ir.DictAttr(config)["module"]).value_bytes)
+        return ir.WalkResult.ADVANCE
+
+    program.operation.walk(look)
+    context = program.context
+    mgpu.dialect.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    return [str(ir.Module.parse(code, context)) for code in found]
+
+
+if jax.__version_info__ < MOSAIC_NEEDS:
+
+    def test_an_older_jax_says_which_it_needs():
+        heads = Heads(8, 2, 128)
+        inputs = poisoned_inputs(MASKED, 16, heads, BF16)
+        plan = plan_for(MASKED, 16, heads)
+        with pytest.raises(NotImplementedError, match=r"pallas_mosaic: .* needs jax 0\.11\.2"):
+            ta.tree_attention(*inputs.on_device(), plan, implementation="pallas_mosaic")
+
+else:
+
+    @pytest.mark.parametrize(
+        ("tree", "heads", "dtype", "options", "page_size"),
+        [
+            (PLAIN, Heads(32, 8, 128), BF16, "plain", 16),
+            (PREFILL, Heads(8, 2, 64), FP16, "all", 8),
+            (PREFILL, Heads(8, 2, 256), BF16, "window", 16),
+            pytest.param(PLAIN, Heads(4, 4, 64), BF16, "unfolded", 16, marks=pytest.mark.slow),
+            pytest.param(PREFILL, Heads(8, 2, 128), BF16, "plain", 64, marks=pytest.mark.slow),
+            pytest.param(MASKED, Heads(28, 4, 128), BF16, "plain", 16, marks=pytest.mark.slow),
+            pytest.param(MASKED, Heads(128, 1, 128), FP16, "window", 16, marks=pytest.mark.slow),
+            pytest.param(MASKED, Heads(8, 2, 128, 64), BF16, "all", 16, marks=pytest.mark.slow),
+            pytest.param(SHORT, Heads(8, 2, 128), BF16, "plain", 8, marks=pytest.mark.slow),
+        ],
+        ids=str,
+    )
+    def test_lowers(tree: ta.TokenTree, heads: Heads, dtype, options: str, page_size: int):
+        lowered, plan = lower(tree, heads, dtype, OPTIONS[options], page_size)
+        texts = kernels(lowered)
+        assert len(texts) == len(plan.shape.launches)
+        for text in texts:
+            assert "wgmma.mma_async" in text
+            # Predicates from 6 on compare without signs, and a masked entry's bound may be negative.
+            assert not re.search(r"arith\.cmpi\"[^\n]*predicate = [6-9]", text)
