@@ -58,7 +58,7 @@ def store(
         for column in range(0, out.shape[1], staged.shape[-1]):
             columns = pl.ds(column, staged.shape[-1])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            staged[warpgroup] = out[:, column : column + staged.shape[-1]].astype(staged.dtype)
+            _put(staged.at[warpgroup], out[:, column : column + staged.shape[-1]].astype(staged.dtype))
             plgpu.commit_smem()
             walk(
                 final=final,
@@ -76,10 +76,19 @@ def store(
         write(False)
 
 
+def _put(ref: Any, value: jax.Array) -> None:
+    """``ref[...] = value``, with bank conflicts: rows that a copy takes as they lie leave no room to avoid them."""
+    store_to: Any = getattr(plgpu, "store", None)
+    if store_to is None:  # before jax 0.12 a plain store does not ask
+        ref[...] = value
+    else:
+        store_to(ref, value, optimized=False)
+
+
 def _stage_lse(shared: Shared, warpgroup: Scalar, lse: jax.Array, geo: Geometry) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     copies = lax.broadcast_in_dim(lse, (WARPGROUP_ROWS, geo.lse_pitch), [0])
-    shared.staged.lse[warpgroup, pl.ds(0, WARPGROUP_ROWS)] = copies
+    _put(shared.staged.lse.at[warpgroup, pl.ds(0, WARPGROUP_ROWS)], copies)
     plgpu.commit_smem()
 
 
@@ -124,7 +133,7 @@ def pad(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staged = shared.staged.out
         nothing = jnp.zeros((WARPGROUP_ROWS, staged.shape[-1]), staged.dtype)
-        staged[0] = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+        _put(staged.at[0], plgpu.layout_cast(nothing, plgpu.Layout.WGMMA))
         plgpu.commit_smem()
 
         def out(i: Scalar, carry: None) -> None:
