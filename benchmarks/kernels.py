@@ -33,7 +33,7 @@ import tree_attention_jax as ta
 from benchmarks import harness
 from benchmarks.comparison import fastest, key_of, mean, peer_times
 from benchmarks.peers import Inputs, Peer, Unsuitable, find_peers, need_torch
-from benchmarks.suites import Cell, cells, suite_names
+from benchmarks.suites import Cell, cells, result_name, suite_names
 from tree_attention_jax.planning.strategies import STRATEGIES
 
 RESULTS = Path(__file__).parent / "results"
@@ -124,7 +124,7 @@ def _result_path(args: argparse.Namespace) -> Path | None:
     if args.json is None or args.json != RESULTS:
         return args.json
     gpu = jax.devices()[0].device_kind.split()[-1].lower()
-    return RESULTS / f"{gpu}_{args.suite}.json"
+    return RESULTS / f"{gpu}_{result_name(args.suite)}.json"
 
 
 def _start(args: argparse.Namespace, path: Path | None) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from benchmarks import plots
 from benchmarks.comparison import PeerTime, combined, fastest, key_of, mean, peer_times, recorded_times
 from benchmarks.plots import quote
 from benchmarks.report_suites import SUITES, compile_table, suite_table
+from benchmarks.suites import result_name
 
 ROOT = Path(__file__).parent.parent
 GPU = "h200"
 # New sections go before this one.
-NEXT = "## Known and open"
+NEXT = "## Predicted, not measured yet"
 # Of a model that a step's one plan serves.
 LAYERS = 32
 
@@ -40,8 +41,8 @@ def main(root: Path = ROOT) -> int:
     _replace(performance, "fasttree-cells", _cells(ours, known, named))
     _replace(performance, "tiles", _tiles(tiles))
     for suite, (title, _) in SUITES.items():
-        if (results / f"{GPU}_{suite}.json").is_file():
-            _replace(performance, suite, suite_table(suite, _load(results, suite)), title)
+        if (results / f"{GPU}_{result_name(suite)}.json").is_file():
+            _replace(performance, suite, suite_table(suite, _load(results, result_name(suite))), title)
     if (results / f"{GPU}_compile.json").is_file():
         _replace(performance, "compile", compile_table(_load(results, "compile")), "Compiling and launching")
     return 0

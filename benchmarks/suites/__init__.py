@@ -72,6 +72,11 @@ def suite_names() -> list[str]:
     return list(_suites())
 
 
+def result_name(suite: str) -> str:
+    """What the results of a suite are called: ``decode`` is also the name of whole decoding steps."""
+    return "decode_kernels" if suite == "decode" else suite
+
+
 def draft_paths(nodes: int) -> list[list[int]]:
     """A draft of so many nodes as choice lists, breadth first, without the root (see ``drafts.json``)."""
     drafts = json.loads((FOLDER / "drafts.json").read_text())["children"]
