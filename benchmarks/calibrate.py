@@ -2,9 +2,10 @@
 
     python -m benchmarks.calibrate --json out.json
 
-Four numbers a shape (see ``planning/profile.py``), each from a plan in which it dominates:
+Five numbers a shape (see ``planning/profile.py``), each from a plan in which it dominates:
 
 - ``step_us``: 1,024 queries over one node of 2,048 tokens: K/V from the L2, hundreds of steps an SM.
+- ``mixed_step_us``: the same, plain as before, in a program that could also mask.
 - ``masked_step_us``: the same with every token's interval compared.
 - ``item_us``: the same queries, eight times as many, over one node of one step: programs that start and end.
 - ``latency_us``: fewer programs than SMs, each walking 2,048 tokens of its own: one program's time a step.
@@ -16,6 +17,7 @@ import argparse
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -58,8 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     with ThreadPoolExecutor(16) as pool:
         for name, make in MEASUREMENTS:
             trees = {shape: make(shape) for shape in shapes}
-            masked = name == "masked_step_us"
-            jobs = {shape: pool.submit(_compile, *trees[shape], shape, masked) for shape in shapes}
+            jobs = {shape: pool.submit(_compile, *trees[shape], shape, name) for shape in shapes}
             for shape in shapes:
                 tree, heads = trees[shape]
                 try:
@@ -103,13 +104,22 @@ def _latency(_: TileClass):
     return ta.TokenTree([-1] * 96, [2048] * 96), (16, 1)
 
 
-MEASUREMENTS = (("step_us", _steps), ("masked_step_us", _steps), ("item_us", _items), ("latency_us", _latency))
+MEASUREMENTS = (
+    ("step_us", _steps),
+    ("mixed_step_us", _steps),
+    ("masked_step_us", _steps),
+    ("item_us", _items),
+    ("latency_us", _latency),
+)
 
 
 def one_tile_plan(
-    tree: ta.TokenTree, heads: tuple[int, int], shape: TileClass, masked: bool
+    tree: ta.TokenTree, heads: tuple[int, int], shape: TileClass, can_mask: bool = False, masked: bool = False
 ) -> tuple[ta.TreePlan, int]:
-    """A plan that runs only the long nodes, all in one shape; and how many items that takes."""
+    """A plan that runs only the long nodes, all in one shape; and how many items that takes.
+
+    ``can_mask``: in programs that can mask; ``masked``: every token, although all rows see it.
+    """
     problem = make_problem(tree, num_q_heads=heads[0], num_kv_heads=heads[1])
     node = np.flatnonzero(tree.kv_len > 1).astype(np.int32)
     layout = problem.layout
@@ -124,12 +134,17 @@ def one_tile_plan(
         kind=np.zeros(len(node), np.int32),
         tiles=(shape,),
     )
-    packed = packing.pack(problem, lower(problem, tiling, mask_all=masked), ta.Buckets())
+    items = lower(problem, tiling, mask_all=masked)
+    if can_mask:
+        items = replace(items, tiles=tuple(replace(tile, masked_unit=tile.unit) for tile in items.tiles))
+    packed = packing.pack(problem, items, ta.Buckets())
     return ta.TreePlan(jax.device_put(packed.buffer), packed.shape), sum(packed.num_items)
 
 
-def _compile(tree: ta.TokenTree, heads: tuple[int, int], shape: TileClass, masked: bool):
-    plan, items = one_tile_plan(tree, heads, shape, masked)
+def _compile(tree: ta.TokenTree, heads: tuple[int, int], shape: TileClass, name: str):
+    plan, items = one_tile_plan(
+        tree, heads, shape, can_mask=name in ("mixed_step_us", "masked_step_us"), masked=name == "masked_step_us"
+    )
     layers = 4
     data = jax.eval_shape(lambda: harness.arrays(tree, heads, 128, 16, jax.numpy.bfloat16, layers))
     call = harness.over_layers(ta.tree_attention).lower(*data, plan).compile()

@@ -85,7 +85,7 @@ def measure_tiles(tiny: bool) -> list[dict[str, Any]]:
         for masked in (False, True):
             shape = tile_class(rows, block_kv, warps, stages, UNIT)
             row = {"tile": f"{rows} x {block_kv}, {warps} warps, {stages} stages{', masked' if masked else ''}"}
-            plan, _ = one_tile_plan(tree, (32, 8), shape, masked)
+            plan, _ = one_tile_plan(tree, (32, 8), shape, can_mask=masked, masked=masked)
             found.append(row | _first_call(tree, (32, 8), plan))
     return found
 
