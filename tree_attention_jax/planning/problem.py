@@ -68,7 +68,9 @@ class Problem:
         64 one-token draft nodes side by side in a page would take 64 entries of 16, one token in each. One of two
         values, because each compiles programs of its own.
         """
-        unit = self.unit
+        unit, total = self.unit, int(tokens.sum())
+        if total >= 2 * unit * len(tokens):
+            return unit  # long runs: however they begin, their ends pad less than they hold
         entries = ceil_div(begin % unit + tokens, unit)
         padded = unit * int(entries[tokens > 0].sum())
-        return unit if padded <= 2 * int(tokens.sum()) else 1
+        return unit if padded <= 2 * total else 1
