@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import custom_batching
 
 from pallas_kernels import layout as lo
 from pallas_kernels import partial_mosaic, reduce_triton, reduce_xla
@@ -27,10 +28,17 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Output and LSE of every row of ``q``. Arguments as in :func:`pallas_kernels.partial_xla.partial_attention`.
 
+    Under ``vmap`` the calls run one after another: Mosaic kernels with scratch have no rule of their own.
+
     Raises:
         NotImplementedError: as :func:`pallas_kernels.partial_mosaic.check`.
     """
-    return launch_all(q, k, v, buffer, per_head, shape=shape, options=options)
+
+    @custom_batching.sequential_vmap
+    def call(q, k, v, buffer, *per_head):
+        return launch_all(q, k, v, buffer, *(per_head or (None,)), shape=shape, options=options)
+
+    return call(q, k, v, buffer, *(() if per_head is None else (per_head,)))
 
 
 def launch_all(

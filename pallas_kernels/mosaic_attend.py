@@ -7,6 +7,7 @@ may hold anything.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +78,7 @@ def consume(
             plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), ROWS),
             plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROWS),
         )
+        _meet(shared, geo, warpgroup == 1)
         for masked in (False, True) if masked_too else (False,):
 
             def attend(i: Scalar, carry: Any, masked: bool = masked) -> Any:
@@ -88,6 +90,7 @@ def consume(
                 return (step + 1, *softmax)
 
             step, *carry = lax.fori_loop(0, work.blocks(masked, geo), attend, (step, *carry))
+        _meet(shared, geo, warpgroup == 0)
         out, peak, total = carry
         some = jnp.where(total == 0, 1.0, total)
         lse2 = jnp.where(total == 0, -jnp.inf, peak * factor + jnp.log2(some))
@@ -142,7 +145,8 @@ def _step(shared, warpgroup, step, left, rows, carry, masked, folded, factor, ge
     plgpu.barrier_wait(shared.keys_full.at[stage])
     entries = read_entries(shared.meta, stage, left, masked, geo)
     full = all_filled(entries, geo)
-    logits = products.scores(shared.queries.at[warpgroup], shared.keys.at[stage])
+    meet = functools.partial(_meet, shared, geo)
+    logits = products.scores(shared.queries.at[warpgroup], shared.keys.at[stage], meet)
     plgpu.barrier_arrive(shared.keys_free.at[stage])
 
     if options.scaled_keys:
@@ -157,6 +161,7 @@ def _step(shared, warpgroup, step, left, rows, carry, masked, folded, factor, ge
     out = out * _spread(shrink, out)
 
     plgpu.barrier_wait(shared.values_full.at[stage])
+    meet()
 
     @pl.when(jnp.logical_not(full))
     def _():
@@ -165,6 +170,23 @@ def _step(shared, warpgroup, step, left, rows, carry, masked, folded, factor, ge
     out = products.accumulate(out, weight.astype(shared.values.dtype), shared.values.at[stage])
     plgpu.barrier_arrive(shared.values_free.at[stage])
     return out, new_peak, total
+
+
+def _meet(shared: Shared, geo: Geometry, really: Any = True) -> None:
+    """Wait for the other consumer, if there is one.
+
+    Both meet twice a step: when the scores have been issued, and when the softmax is done. The second one meets once
+    more before its first step, and the first one after its last: so one computes a softmax while the other has the
+    matrix units, as in FlashAttention-3.
+    """
+    if geo.consumers == 1:
+        return
+
+    def meet() -> None:
+        plgpu.barrier_arrive(shared.turn)
+        plgpu.barrier_wait(shared.turn)
+
+    meet() if really is True else pl.when(really)(meet)
 
 
 def _spread(rows: jax.Array, like: jax.Array) -> jax.Array:

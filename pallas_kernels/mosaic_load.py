@@ -30,6 +30,7 @@ class Shared(NamedTuple):
         raw_full, raw_free: the query rows have come; have been read.
         keys_full, values_full: a step's tokens have come; ``keys_free``, ``values_free``: no one needs them any more.
         clean: the slots of a step that hold no token of the entries are zero in ``values``.
+        turn: where two consumers meet to take turns at the matrix units.
     """
 
     raw: Any
@@ -45,6 +46,7 @@ class Shared(NamedTuple):
     values_full: Any
     values_free: Any
     clean: Any
+    turn: Any
 
 
 class Staged(NamedTuple):
@@ -82,6 +84,7 @@ def barriers(geo: Geometry) -> tuple[Any, ...]:
         plgpu.Barrier(num_arrivals=geo.entries, num_barriers=geo.stages),
         plgpu.Barrier(num_arrivals=geo.consumers, num_barriers=geo.stages),
         plgpu.Barrier(num_arrivals=1, num_barriers=geo.stages),
+        plgpu.Barrier(num_arrivals=geo.consumers),
     )
 
 
@@ -154,6 +157,8 @@ def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absen
     ``place`` is the query (``final``) or the place of its partial, ``rows`` a slice of the warpgroup's 64.
     """
     batch = geo.batch if final else 1  # a partial's place needs no reading
+    rows = jnp.clip(work.queries * geo.heads - warpgroup * WARPGROUP_ROWS, 0, WARPGROUP_ROWS)
+    count = geo.boxes if absent is not None else div(rows + geo.box - 1, geo.box)
 
     def boxes(i: Scalar, carry: None) -> None:
         found = []
@@ -176,7 +181,7 @@ def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absen
                 def _():
                     absent()
 
-    lax.fori_loop(0, geo.boxes // batch, boxes, None)
+    lax.fori_loop(0, div(count + batch - 1, batch), boxes, None)
 
 
 def _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, masked, geo) -> None:

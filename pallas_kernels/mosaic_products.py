@@ -15,17 +15,19 @@ class Products(NamedTuple):
     """Both operands in shared memory, except the weights.
 
     Attributes:
-        scores: (queries [64, D], keys [T, D]) -> float32 [64, T].
+        scores: (queries [64, D], keys [T, D], meanwhile) -> float32 [64, T]; ``meanwhile()`` is called when the product
+            has been issued.
         accumulate: (out float32 [64, Dv], weights [64, T], values [T, Dv]) -> out + weights values.
     """
 
-    scores: Callable[[Any, Any], jax.Array]
+    scores: Callable[[Any, Any, Callable[[], None]], jax.Array]
     accumulate: Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 
-def _scores(queries, keys) -> jax.Array:
+def _scores(queries, keys, meanwhile) -> jax.Array:
     def multiply(accumulator):
         plgpu.wgmma(accumulator, queries, keys.transpose((1, 0)))
+        meanwhile()
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((queries.shape[0], keys.shape[0]), jnp.float32))
@@ -41,7 +43,8 @@ def _accumulate(out, weights, values) -> jax.Array:
 WGMMA = Products(_scores, _accumulate)
 
 
-def _plain_scores(queries, keys) -> jax.Array:
+def _plain_scores(queries, keys, meanwhile) -> jax.Array:
+    meanwhile()
     scores = jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
     # The matrix units read as the copies write; these reads do not, so a copy may follow only after this.
     plgpu.commit_smem()

@@ -36,6 +36,8 @@ from pallas_kernels.options import Options
 LOAD_REGISTERS = 56
 COMPUTE_REGISTERS = 224
 SIMULATED_PROGRAMS = 2
+# Of a whole H100 or H200, where the device does not say.
+HOPPER_SMS = 132
 
 
 def partial_attention(
@@ -62,7 +64,7 @@ def partial_attention(
     launch = shape.launches[index]
     check(q, k, v, shape)
     geo = geometry(shape, launch.tile, simulated=interpret is not None)
-    grid = min(launch.grid, SIMULATED_PROGRAMS) if interpret is not None else launch.grid
+    grid = min(launch.grid, _programs() if interpret is None else SIMULATED_PROGRAMS)
     mesh = plgpu.Mesh(grid=(grid,), grid_names=("program",), num_threads=geo.consumers + 1, thread_name="warpgroup")
     # tanh.approx would cost more precision than a capped logit can lose.
     parameters = plgpu.CompilerParams(
@@ -98,6 +100,11 @@ def partial_attention(
     refs = [jax.new_ref(x) for x in state]
     run()(*operands, *refs)
     return Outputs(*(jax.freeze(ref) for ref in refs))
+
+
+def _programs() -> int:
+    """Programs that run at once: one an SM, because each takes most of its shared memory."""
+    return getattr(jax.devices()[0], "core_count", None) or HOPPER_SMS
 
 
 def check(q: jax.Array, k: jax.Array, v: jax.Array, shape: lo.WorkShape) -> None:

@@ -100,3 +100,19 @@ else:
             assert "wgmma.mma_async" in text
             # Predicates from 6 on compare without signs, and a masked entry's bound may be negative.
             assert not re.search(r"arith\.cmpi\"[^\n]*predicate = [6-9]", text)
+
+    @pytest.mark.slow
+    def test_lowers_under_vmap():
+        from pallas_kernels import attend_mosaic
+
+        heads = Heads(8, 2, 64)
+        plan = plan_for(PREFILL, 16, heads, gpu="NVIDIA H200", strategy="per_node")
+
+        def call(q, k, v, buffer):
+            return attend_mosaic.attend(q, k, v, buffer, None, shape=plan.shape, options=OPTIONS["plain"])
+
+        arguments = (Shape((3, 200, 8, 64), BF16), *[Shape((3, 1280, 2, 64), BF16)] * 2)
+        with an_nvidia_gpu():
+            traced = jax.jit(jax.vmap(call, (0, 0, 0, None))).trace(*arguments, Shape(plan.buffer.shape, jnp.int32))
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu_v2") == len(plan.shape.launches)
