@@ -136,6 +136,7 @@ TreeMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40
 TestTreeMachine = TreeMachine.TestCase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [False, True], ids=["alone", "cached"])
 def test_soak(cached):
     """20,000 operations in all: no leak, invariants hold, and at the end they take as long as at the start."""

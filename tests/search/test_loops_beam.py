@@ -57,7 +57,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("one token", marks=pytest.mark.slow), "eos", "early stop"])
 def test_the_device_finds_what_the_host_finds(case):
     options = CASES[case]
     decoder = make_decoder(num_layers=1)

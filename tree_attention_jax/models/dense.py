@@ -29,10 +29,20 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, sliding_window: i
 
 def dense_forward(model: Llama, token_ids: jax.Array) -> jax.Array:
     """Logits after every token of one sequence: int [T] -> float32 [T, vocab]."""
-    x = model.embed(token_ids)
-    rope = model.rope(jnp.arange(token_ids.shape[0]))
+    x, rope = _enter(model, token_ids)
     for layer in model.layers:
         x = _dense_layer(layer, x, rope, window=model.config.sliding_window)
+    return _leave(model, x)
+
+
+# Outside of a `jax.jit`, an operation at a time compiles a program each.
+@jax.jit
+def _enter(model: Llama, token_ids: jax.Array) -> tuple[jax.Array, CosSin]:
+    return model.embed(token_ids), model.rope(jnp.arange(token_ids.shape[0]))
+
+
+@jax.jit
+def _leave(model: Llama, x: jax.Array) -> jax.Array:
     return model.logits(x)
 
 

@@ -172,7 +172,7 @@ class Llama(nnx.Module):
         if token_ids.ndim != 1 or token_ids.shape[0] > plan.query_capacity:
             wanted = f"[Q] with Q at most the plan's {plan.query_capacity}"
             raise ValueError(f"token_ids must be {wanted}, got shape {token_ids.shape}")
-        rope = self.rope(plan.positions[: token_ids.shape[0]])
+        x, rope = _enter(self, token_ids, plan)
         if implementation is not None and not isinstance(implementation, str):
             implementation = tuple(implementation)
         options = dict(window=config.sliding_window, implementation=implementation)
@@ -180,8 +180,19 @@ class Llama(nnx.Module):
         def step(layer, x, k_layer, v_layer):
             return _paged_layer(layer, x, rope, k_layer, v_layer, plan, **options)
 
-        x, new_k, new_v = self.run_layers(step, self.embed(token_ids), k_pages, v_pages)
-        return self.logits(x if logit_rows is None else x[logit_rows]), new_k, new_v
+        x, new_k, new_v = self.run_layers(step, x, k_pages, v_pages)
+        return _leave(self, x, logit_rows), new_k, new_v
+
+
+# Outside of a `jax.jit`, an operation at a time compiles a program each.
+@jax.jit
+def _enter(model: Any, token_ids: jax.Array, plan: ta.TreePlan) -> tuple[jax.Array, CosSin]:
+    return model.embed(token_ids), model.rope(plan.positions[: token_ids.shape[0]])
+
+
+@jax.jit
+def _leave(model: Any, x: jax.Array, rows: jax.Array | None) -> jax.Array:
+    return model.logits(x if rows is None else x[rows])
 
 
 @partial(jax.jit, static_argnames=("window", "implementation"), donate_argnames=("k_pages", "v_pages"))
