@@ -35,7 +35,7 @@ def test_few_masked_blocks(requests: int, page_size: int | None):
     plan.check(tree)
     assert plan.host is not None
     assert tree.num_queries == 64 * requests
-    assert sum(plan.host.num_items) <= tree.num_queries / 3
+    assert sum(plan.host.num_items) <= max(tree.num_queries / 3, 40)  # one request alone is split for more programs
     assert any(launch.tile.masked for launch in plan.shape.launches)
 
 
