@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax import custom_batching
 
 from pallas_kernels import layout as lo
-from pallas_kernels import partial_mosaic, reduce_triton, reduce_xla
+from pallas_kernels import partial_mosaic, reduce_mosaic
 from pallas_kernels.options import Options
-from pallas_kernels.state import AttentionState
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "options"))
@@ -65,10 +64,6 @@ def launch_all(
             q, k, v, buffer, per_head, outputs, index=index, shape=shape, options=options, interpret=interpret
         )
     assert outputs is not None
-    state = AttentionState(outputs.out, outputs.lse[..., 0], outputs.partial_out, outputs.partial_lse[..., 0])
     if shape.partial_rows:
-        if interpret is None:
-            state = reduce_triton.reduce_partials(buffer, state, shape=shape)
-        else:
-            state = reduce_xla.reduce_partials(buffer, state, shape=shape)
-    return state.out, state.lse
+        outputs = reduce_mosaic.reduce_partials(buffer, outputs, shape=shape, interpret=interpret)
+    return outputs.out, outputs.lse[..., 0]

@@ -22,8 +22,6 @@ SMALLEST_COPY = 8
 META_WORDS = 64
 # Bulk copies begin at multiples of 128 bytes of shared memory: so an output leaves in rows of that many bytes.
 COPY_BYTES = 128
-# Equal numbers side by side that hold an LSE: a bulk copy moves at least 16 bytes, and a register array 8 columns.
-LSE_COPIES = 8
 # Addresses read together before the copies that need them: a read from global memory takes as long as many copies.
 BATCH = 8
 # Shared memory of a Hopper SM that a program may have, less alignment, barriers and the reductions' scratch.
@@ -43,6 +41,7 @@ class Geometry:
         queries: queries of a pass.
         passes: passes that the queries of an item take.
         head_tiles: passes that the heads of a group take.
+        lse_copies: see :func:`lse_copies`.
         box: rows that one copy of queries or outputs moves: heads of one query, side by side in memory.
         block: tokens a step; ``stages``: steps in flight.
         unit: slots that an entry is copied with, at least 8; ``entries``: entries a step.
@@ -55,6 +54,7 @@ class Geometry:
     queries: int
     passes: int
     head_tiles: int
+    lse_copies: int
     box: int
     block: int
     stages: int
@@ -78,7 +78,7 @@ class Geometry:
     @property
     def lse_pitch(self) -> int:
         """Columns of the LSEs in shared memory: as many as are written, or more where a box is less than 128 bytes."""
-        return LSE_COPIES if self.box * LSE_COPIES * 4 % COPY_BYTES == 0 else COPY_BYTES // 4
+        return self.lse_copies if self.box * self.lse_copies * 4 % COPY_BYTES == 0 else COPY_BYTES // 4
 
     @property
     def entries(self) -> int:
@@ -116,12 +116,22 @@ def geometry(shape: lo.WorkShape, tile: lo.TileClass, simulated: bool = False) -
         queries=queries,
         passes=-(-tile.queries_per_tile(group) // queries),
         head_tiles=-(-group // heads),
+        lse_copies=lse_copies(shape),
         box=box,
         block=block,
         stages=SIMULATED_STAGES if simulated else _stages(shape, rows, block),
         unit=max(tile.unit, SMALLEST_COPY),
         simulated=simulated,
     )
+
+
+def lse_copies(shape: lo.WorkShape) -> int:
+    """Equal numbers side by side that hold an LSE.
+
+    At least 8, which is what a register array has; and as many as make a multiple of 128 bytes of the LSEs that the
+    reduction copies at once, heads of one query.
+    """
+    return 8 * 4 // math.gcd(shape.num_q_heads, 4)
 
 
 def _stages(shape: lo.WorkShape, rows: int, block: int) -> int:

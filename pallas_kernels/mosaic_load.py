@@ -112,11 +112,16 @@ def produce(
         _load_queries(q_ref, buffer_ref, shared, work, shape, geo)
         for masked in (False, True) if masked_too else (False,):
 
-            def load(i: Scalar, step: Scalar, masked: bool = masked) -> Scalar:
-                _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, masked, geo)
-                return step + 1
+            def words(i: Scalar, masked: bool = masked) -> tuple[Scalar, ...]:
+                return _read_words(buffer_ref, work, i, masked, geo)
 
-            step = lax.fori_loop(0, work.blocks(masked, geo), load, step)
+            def load(i: Scalar, carry: Any, masked: bool = masked, words: Any = words) -> Any:
+                step, here = carry
+                following = words(i + 1)  # read ahead, for the reason given at `for_each_work`
+                _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, here, masked, geo)
+                return step + 1, following
+
+            step, _ = lax.fori_loop(0, work.blocks(masked, geo), load, (step, words(jnp.int32(0))))
         return step
 
     steps = for_each_work(buffer_ref, program, index=index, grid=grid, shape=shape, geo=geo, body=one)
@@ -184,7 +189,16 @@ def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absen
     lax.fori_loop(0, div(count + batch - 1, batch), boxes, None)
 
 
-def _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, masked, geo) -> None:
+def _read_words(buffer_ref: Any, work: Work, i: Scalar, masked: bool, geo: Geometry) -> tuple[Scalar, ...]:
+    """The words of the entries of step ``i``; where the list has ended, of any."""
+    begin, count = work.entries(masked)
+    size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
+    last = jnp.maximum(count - 1, 0)
+    places = [begin + jnp.minimum(i * geo.entries + e, last) * size + lo.WORD for e in range(geo.entries)]
+    return tuple(buffer_ref[jnp.minimum(place, buffer_ref.shape[0] - 1)] for place in places)
+
+
+def _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, words, masked, geo) -> None:
     """Step ``i`` of a pass. An entry is copied with the whole stretch of ``unit`` slots it lies in, from a multiple of
     ``unit`` on, because tiles in shared memory begin at multiples of 8 rows."""
     stage = rem(step, geo.stages)
@@ -192,7 +206,6 @@ def _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, masked, geo) ->
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
     first = i * geo.entries
     listed = [first + e < count for e in range(geo.entries)]
-    words = [buffer_ref[begin + jnp.where(x, first + e, 0) * size + lo.WORD] for e, x in enumerate(listed)]
     used = step >= geo.stages
 
     @pl.when(used)

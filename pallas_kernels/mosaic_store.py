@@ -1,6 +1,6 @@
 """What a computing warpgroup of the Mosaic GPU kernel writes: rows through shared memory, a query's heads at a time.
 
-Bulk copies do not scatter and move at least 16 bytes, so an LSE is written :data:`LSE_COPIES` times side by side. They
+Bulk copies do not scatter and move at least 16 bytes, so an LSE is written several times side by side. They
 begin at multiples of 128 bytes, so an output leaves in pieces of so many columns.
 """
 
@@ -16,14 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layout as lo
-from pallas_kernels.mosaic_geometry import LSE_COPIES, WARPGROUP_ROWS, Geometry
+from pallas_kernels.mosaic_geometry import WARPGROUP_ROWS, Geometry
 from pallas_kernels.mosaic_load import Shared, for_each_box
 from pallas_kernels.mosaic_work import Scalar, Work, div
 from pallas_kernels.options import LOG2E
 
 
 class Outputs(NamedTuple):
-    """:class:`pallas_kernels.state.AttentionState`, but an LSE is LSE_COPIES equal numbers: [..., Hq, LSE_COPIES]."""
+    """:class:`pallas_kernels.state.AttentionState`, but an LSE is some equal numbers: [..., Hq, lse_copies]."""
 
     out: Any
     lse: Any
@@ -58,7 +58,7 @@ def store(
         for column in range(0, out.shape[1], staged.shape[-1]):
             columns = pl.ds(column, staged.shape[-1])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _put(staged.at[warpgroup], out[:, column : column + staged.shape[-1]].astype(staged.dtype))
+            put(staged.at[warpgroup], out[:, column : column + staged.shape[-1]].astype(staged.dtype))
             plgpu.commit_smem()
             walk(
                 final=final,
@@ -76,7 +76,7 @@ def store(
         write(False)
 
 
-def _put(ref: Any, value: jax.Array) -> None:
+def put(ref: Any, value: jax.Array) -> None:
     """``ref[...] = value``, with bank conflicts: rows that a copy takes as they lie leave no room to avoid them."""
     store_to: Any = getattr(plgpu, "store", None)
     if store_to is None:  # before jax 0.12 a plain store does not ask
@@ -88,17 +88,17 @@ def _put(ref: Any, value: jax.Array) -> None:
 def _stage_lse(shared: Shared, warpgroup: Scalar, lse: jax.Array, geo: Geometry) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     copies = lax.broadcast_in_dim(lse, (WARPGROUP_ROWS, geo.lse_pitch), [0])
-    _put(shared.staged.lse.at[warpgroup, pl.ds(0, WARPGROUP_ROWS)], copies)
+    put(shared.staged.lse.at[warpgroup, pl.ds(0, WARPGROUP_ROWS)], copies)
     plgpu.commit_smem()
 
 
 def _copy_lse(shared: Shared, warpgroup: Scalar, rows: Any, target: Any, place: Any, head: Any, geo: Geometry):
-    if geo.lse_pitch == LSE_COPIES:
+    if geo.lse_pitch == geo.lse_copies:
         plgpu.copy_smem_to_gmem(shared.staged.lse.at[warpgroup, rows], target.at[place, pl.ds(head, geo.box)])
         return
     for i in range(geo.box):
         plgpu.copy_smem_to_gmem(
-            shared.staged.lse.at[warpgroup, pl.ds(rows.start + i, 1), pl.ds(0, LSE_COPIES)],
+            shared.staged.lse.at[warpgroup, pl.ds(rows.start + i, 1), pl.ds(0, geo.lse_copies)],
             target.at[place, pl.ds(head + i, 1)],
         )
 
@@ -133,7 +133,7 @@ def pad(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staged = shared.staged.out
         nothing = jnp.zeros((WARPGROUP_ROWS, staged.shape[-1]), staged.dtype)
-        _put(staged.at[0], plgpu.layout_cast(nothing, plgpu.Layout.WGMMA))
+        put(staged.at[0], plgpu.layout_cast(nothing, plgpu.Layout.WGMMA))
         plgpu.commit_smem()
 
         def out(i: Scalar, carry: None) -> None:

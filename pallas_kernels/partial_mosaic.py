@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import layout as lo
 from pallas_kernels.mosaic_attend import consume
 from pallas_kernels.mosaic_geometry import (
-    LSE_COPIES,
     META_WORDS,
     SMALLEST_COPY,
     WARPGROUP_ROWS,
@@ -72,9 +71,9 @@ def partial_attention(
     )
     outputs = Outputs(
         jax.ShapeDtypeStruct((q.shape[0], shape.num_q_heads, shape.v_head_dim), q.dtype),
-        jax.ShapeDtypeStruct((q.shape[0], shape.num_q_heads, LSE_COPIES), jnp.float32),
+        jax.ShapeDtypeStruct((q.shape[0], shape.num_q_heads, geo.lse_copies), jnp.float32),
         jax.ShapeDtypeStruct((max(shape.partial_rows, 1), shape.num_q_heads, shape.v_head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((max(shape.partial_rows, 1), shape.num_q_heads, LSE_COPIES), jnp.float32),
+        jax.ShapeDtypeStruct((max(shape.partial_rows, 1), shape.num_q_heads, geo.lse_copies), jnp.float32),
     )
     kernel = functools.partial(
         _kernel,

@@ -41,7 +41,7 @@ def lower(tree: ta.TokenTree, heads: Heads, dtype, options: Options, page_size: 
     call = functools.partial(attend_mosaic.launch_all, shape=plan.shape, options=options)
     with an_nvidia_gpu():
         lowered = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("@mosaic_gpu_v2") == len(plan.shape.launches)
+    assert lowered.as_text().count("@mosaic_gpu_v2") == len(plan.shape.launches) + (plan.shape.partial_rows > 0)
     return lowered, plan
 
 
@@ -95,9 +95,9 @@ else:
     def test_lowers(tree: ta.TokenTree, heads: Heads, dtype, options: str, page_size: int):
         lowered, plan = lower(tree, heads, dtype, OPTIONS[options], page_size)
         texts = kernels(lowered)
-        assert len(texts) == len(plan.shape.launches)
+        assert len(texts) == len(plan.shape.launches) + (plan.shape.partial_rows > 0)
         for text in texts:
-            assert "wgmma.mma_async" in text
+            assert ("wgmma.mma_async" in text) != ("tree_mosaic_reduce" in text)
             # Predicates from 6 on compare without signs, and a masked entry's bound may be negative.
             assert not re.search(r"arith\.cmpi\"[^\n]*predicate = [6-9]", text)
 
@@ -115,4 +115,4 @@ else:
         with an_nvidia_gpu():
             traced = jax.jit(jax.vmap(call, (0, 0, 0, None))).trace(*arguments, Shape(plan.buffer.shape, jnp.int32))
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("@mosaic_gpu_v2") == len(plan.shape.launches)
+        assert text.count("@mosaic_gpu_v2") == len(plan.shape.launches) + (plan.shape.partial_rows > 0)

@@ -33,23 +33,25 @@ def ragged() -> TokenTree:
     return TokenTree([-1, 0, 0, 1, 1, 2, -1, 6], [23, 13, 20, 7, 33, 1, 0, 6], [0, 3, 0, 7, 12, 1, 0, 6])
 
 
-def shared_prompt() -> TokenTree:
+def prefill() -> TokenTree:
     """A prompt and 32 new tokens that attend to it and, causally, to each other."""
     return TokenTree([-1, 0], [100, 32], [0, 32])
 
 
 def drafts() -> TokenTree:
-    return TokenTree.from_paths([[0], [1], [0, 0]], [21], page_size=16)
+    paths = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [2, 0], [2, 1]]
+    return TokenTree.from_paths(paths, [40], page_size=16)
 
 
-# Narrow tiles, finals and partials; a masked tile with padding rows of q; two warpgroups, plain and masked entries.
-DECODE = Case("decode", lambda: TokenTree.from_levels([1, 3], [40, 9]), Heads(4, 1, 64))
+# A launch of narrow tiles and one of two warpgroups, and their reduction; masks, and padding rows of q; entries of one
+# token, shorter than a copy.
+SHARED = Case("shared", lambda: lay_out(TokenTree.from_levels([1, 8], [150, 9]), 16), Heads(16, 1, 64))
 RAGGED = Case("ragged", lambda: lay_out(ragged(), 8, sharing=True), Heads(4, 2, 128), page_size=8, padding=3)
-WIDE = Case("wide", lambda: lay_out(shared_prompt(), 16, sharing=True), Heads(4, 1, 64))
-# Entries shorter than a copy, a group that does not divide a warpgroup, two passes a tile.
 DRAFTS = Case("drafts", drafts, Heads(4, 2, 64))
+# Two warpgroups with masks; a group that does not divide a warpgroup; two passes a tile.
+PREFILL = Case("prefill", lambda: lay_out(prefill(), 16, sharing=True), Heads(4, 1, 64))
 UNEVEN = Case("uneven", lambda: lay_out(TokenTree.from_levels([1, 2], [20, 17]), 16), Heads(6, 2, 64))
-PASSES = Case("passes", lambda: lay_out(shared_prompt(), 16), Heads(4, 1, 256))
+PASSES = Case("passes", lambda: lay_out(prefill(), 16), Heads(4, 1, 256))
 
 
 def simulate(case: Case, strategy: str, dtype=BF16, **options) -> None:
@@ -88,20 +90,20 @@ def simulate(case: Case, strategy: str, dtype=BF16, **options) -> None:
 if jax.__version_info__ < MOSAIC_NEEDS:
 
     def test_an_older_jax_says_which_it_needs():
-        tree = DECODE.tree()
-        inputs = poisoned_inputs(tree, 16, DECODE.heads, BF16)
+        tree = SHARED.tree()
+        inputs = poisoned_inputs(tree, 16, SHARED.heads, BF16)
         with pytest.raises(NotImplementedError, match=r"pallas_mosaic: .* needs jax 0\.11\.2.*'xla' anywhere"):
-            ta.tree_attention(*inputs.on_device(), plan_for(tree, 16, DECODE.heads), implementation="pallas_mosaic")
+            ta.tree_attention(*inputs.on_device(), plan_for(tree, 16, SHARED.heads), implementation="pallas_mosaic")
 
 else:
 
     @pytest.mark.parametrize(
         ("case", "strategy", "dtype"),
         [
-            (DECODE, "per_node", BF16),
+            (SHARED, "per_node", BF16),
             (RAGGED, "flatten", BF16),
-            (WIDE, "per_node", FP16),
-            pytest.param(DRAFTS, "per_node", BF16, marks=pytest.mark.slow),
+            (DRAFTS, "flatten", FP16),
+            pytest.param(PREFILL, "per_node", BF16, marks=pytest.mark.slow),
             pytest.param(UNEVEN, "auto", BF16, marks=pytest.mark.slow),
             pytest.param(PASSES, "per_node", BF16, marks=pytest.mark.slow),
         ],
@@ -130,7 +132,7 @@ else:
     def test_what_it_cannot_do(heads: Heads, page_size: int, dtype, reason: str, monkeypatch):
         older = types.SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
         monkeypatch.setattr(jax, "devices", lambda: [older])
-        tree = DECODE.tree()
+        tree = TokenTree.from_levels([1, 3], [40, 9])
         inputs = poisoned_inputs(tree, page_size, heads, dtype)
         plan = plan_for(tree, page_size, heads)
         with pytest.raises(NotImplementedError, match=f"pallas_mosaic: .*{reason}.*'xla' anywhere"):
