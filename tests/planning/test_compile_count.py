@@ -31,9 +31,17 @@ def growing_tree(nodes: int, seed: int = 0) -> Iterator[ta.TokenTree]:
         yield ta.TokenTree(parent[:count], np.maximum(kv_len, 1))
 
 
-@pytest.mark.parametrize("heads", [HEADS, Heads(32, 8, 128)], ids=str)
-@pytest.mark.parametrize("gpu", [None, "NVIDIA H200"])
-@pytest.mark.parametrize("strategy", ["auto", "per_node", "node_chunk"])
+@pytest.mark.parametrize(
+    ("strategy", "gpu", "heads"),
+    [
+        ("auto", None, HEADS),
+        ("auto", None, Heads(32, 8, 128)),
+        ("auto", "NVIDIA H200", Heads(32, 8, 128)),
+        ("per_node", None, HEADS),
+        ("node_chunk", "NVIDIA H200", Heads(32, 8, 128)),
+    ],
+    ids=str,
+)
 def test_plan_shapes_of_a_growing_tree(strategy: str, gpu: str | None, heads: Heads):
     shapes: dict = {}
     for step, tree in enumerate(growing_tree(2000)):
