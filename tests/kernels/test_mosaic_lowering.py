@@ -9,21 +9,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 from forests import Heads, plan_for, poisoned_inputs
-from test_cuda_lowering import OPTIONS, an_nvidia_gpu
+from test_cuda_lowering import DTYPES, OPTIONS, an_nvidia_gpu
 
 import tree_attention_jax as ta
 from pallas_kernels.options import Options
 from tree_attention_jax.backends import MOSAIC_NEEDS
 
 Shape = jax.ShapeDtypeStruct
-BF16, FP16 = jnp.bfloat16, jnp.float16
-
-# A narrow and a wide launch without masks; one wide launch with them; a masked launch of 64 rows.
-PLAIN = ta.TokenTree.from_levels([1, 64], [1000, 33])
+BF16 = jnp.bfloat16
 PREFILL = ta.TokenTree([-1, 0], [30, 200], [0, 200])
-MASKED = ta.TokenTree([-1, 0, 0, 0], [1000, 33, 60, 20], [0, 33, 1, 1])
-# Entries of one token.
-SHORT = ta.TokenTree.from_levels([1, 64], [1000, 3])
+TREES = {
+    "shared": ta.TokenTree.from_levels([1, 64], [1000, 33]),  # a narrow and a wide launch without masks
+    "prefill": PREFILL,  # a wide launch with them
+    "ragged": ta.TokenTree([-1, 0, 0, 0], [1000, 33, 60, 20], [0, 33, 1, 1]),  # a masked launch of 64 rows
+    "short": ta.TokenTree.from_levels([1, 64], [1000, 3]),  # entries of one token
+}
 
 
 def lower(tree: ta.TokenTree, heads: Heads, dtype, options: Options, page_size: int = 16):
@@ -70,8 +70,8 @@ if jax.__version_info__ < MOSAIC_NEEDS:
 
     def test_an_older_jax_says_which_it_needs():
         heads = Heads(8, 2, 128)
-        inputs = poisoned_inputs(MASKED, 16, heads, BF16)
-        plan = plan_for(MASKED, 16, heads)
+        inputs = poisoned_inputs(TREES["ragged"], 16, heads, BF16)
+        plan = plan_for(TREES["ragged"], 16, heads)
         with pytest.raises(NotImplementedError, match=r"pallas_mosaic: .* needs jax 0\.11\.2"):
             ta.tree_attention(*inputs.on_device(), plan, implementation="pallas_mosaic")
 
@@ -80,20 +80,20 @@ else:
     @pytest.mark.parametrize(
         ("tree", "heads", "dtype", "options", "page_size"),
         [
-            (PLAIN, Heads(32, 8, 128), BF16, "plain", 16),
-            (PREFILL, Heads(8, 2, 64), FP16, "all", 8),
-            (PREFILL, Heads(8, 2, 256), BF16, "window", 16),
-            pytest.param(PLAIN, Heads(4, 4, 64), BF16, "unfolded", 16, marks=pytest.mark.slow),
-            pytest.param(PREFILL, Heads(8, 2, 128), BF16, "plain", 64, marks=pytest.mark.slow),
-            pytest.param(MASKED, Heads(28, 4, 128), BF16, "plain", 16, marks=pytest.mark.slow),
-            pytest.param(MASKED, Heads(128, 1, 128), FP16, "window", 16, marks=pytest.mark.slow),
-            pytest.param(MASKED, Heads(8, 2, 128, 64), BF16, "all", 16, marks=pytest.mark.slow),
-            pytest.param(SHORT, Heads(8, 2, 128), BF16, "plain", 8, marks=pytest.mark.slow),
+            ("shared", Heads(32, 8, 128), "bf16", "plain", 16),
+            ("prefill", Heads(8, 2, 64), "fp16", "all", 8),
+            pytest.param("prefill", Heads(8, 2, 256), "bf16", "window", 16, marks=pytest.mark.slow),
+            pytest.param("shared", Heads(4, 4, 64), "bf16", "unfolded", 16, marks=pytest.mark.slow),
+            pytest.param("prefill", Heads(8, 2, 128), "bf16", "plain", 64, marks=pytest.mark.slow),
+            pytest.param("ragged", Heads(28, 4, 128), "bf16", "plain", 16, marks=pytest.mark.slow),
+            pytest.param("ragged", Heads(128, 1, 128), "fp16", "window", 16, marks=pytest.mark.slow),
+            pytest.param("ragged", Heads(8, 2, 128, 64), "bf16", "all", 16, marks=pytest.mark.slow),
+            pytest.param("short", Heads(8, 2, 128), "bf16", "plain", 8, marks=pytest.mark.slow),
         ],
         ids=str,
     )
-    def test_lowers(tree: ta.TokenTree, heads: Heads, dtype, options: str, page_size: int):
-        lowered, plan = lower(tree, heads, dtype, OPTIONS[options], page_size)
+    def test_lowers(tree: str, heads: Heads, dtype: str, options: str, page_size: int):
+        lowered, plan = lower(TREES[tree], heads, DTYPES[dtype], OPTIONS[options], page_size)
         texts = kernels(lowered)
         assert len(texts) == len(plan.shape.launches) + (plan.shape.partial_rows > 0)
         for text in texts:

@@ -43,11 +43,11 @@ def drafts() -> TokenTree:
     return TokenTree.from_paths(paths, [40], page_size=16)
 
 
-# A launch of narrow tiles and one of two warpgroups, and their reduction; masks, and padding rows of q; entries of one
-# token, shorter than a copy.
+# A launch of narrow tiles and one of two warpgroups, and their reduction; masked entries of one token, shorter than a
+# copy, and padding rows of q; entries that begin and end within a page.
 SHARED = Case("shared", lambda: lay_out(TokenTree.from_levels([1, 8], [150, 9]), 16), Heads(16, 1, 64))
+DRAFTS = Case("drafts", drafts, Heads(4, 2, 64), padding=3)
 RAGGED = Case("ragged", lambda: lay_out(ragged(), 8, sharing=True), Heads(4, 2, 128), page_size=8, padding=3)
-DRAFTS = Case("drafts", drafts, Heads(4, 2, 64))
 # Two warpgroups with masks; a group that does not divide a warpgroup; two passes a tile.
 PREFILL = Case("prefill", lambda: lay_out(prefill(), 16, sharing=True), Heads(4, 1, 64))
 UNEVEN = Case("uneven", lambda: lay_out(TokenTree.from_levels([1, 2], [20, 17]), 16), Heads(6, 2, 64))
@@ -98,24 +98,25 @@ if jax.__version_info__ < MOSAIC_NEEDS:
 else:
 
     @pytest.mark.parametrize(
-        ("case", "strategy", "dtype"),
+        ("case", "strategy"),
         [
-            (SHARED, "per_node", BF16),
-            (RAGGED, "flatten", BF16),
-            (DRAFTS, "flatten", FP16),
-            pytest.param(PREFILL, "per_node", BF16, marks=pytest.mark.slow),
-            pytest.param(UNEVEN, "auto", BF16, marks=pytest.mark.slow),
-            pytest.param(PASSES, "per_node", BF16, marks=pytest.mark.slow),
+            (SHARED, "per_node"),
+            (DRAFTS, "flatten"),
+            pytest.param(RAGGED, "flatten", marks=pytest.mark.slow),
+            pytest.param(PREFILL, "per_node", marks=pytest.mark.slow),
+            pytest.param(UNEVEN, "auto", marks=pytest.mark.slow),
+            pytest.param(PASSES, "per_node", marks=pytest.mark.slow),
         ],
         ids=str,
     )
-    def test_matches_the_oracle_without_races(case: Case, strategy: str, dtype, capfd):
-        simulate(case, strategy, dtype)
+    def test_matches_the_oracle_without_races(case: Case, strategy: str, capfd):
+        simulate(case, strategy)
         assert "RACE" not in capfd.readouterr().out
 
     @pytest.mark.slow
     def test_options(capfd):
-        simulate(Case("options", lambda: lay_out(ragged(), 16, sharing=True), Heads(4, 2, 64)), "flatten", **OPTIONS)
+        case = Case("options", lambda: lay_out(ragged(), 16, sharing=True), Heads(4, 2, 64))
+        simulate(case, "flatten", FP16, **OPTIONS)
         assert "RACE" not in capfd.readouterr().out
 
     @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ else:
             (Heads(4, 1, 64), 1, BF16, "a pool of 69 slots"),
             (Heads(4, 1, 64), 16, BF16, "is for Hopper GPUs, this is NVIDIA A100"),
         ],
-        ids=str,
+        ids=["type", "head dim", "value dim", "pool", "device"],
     )
     def test_what_it_cannot_do(heads: Heads, page_size: int, dtype, reason: str, monkeypatch):
         older = types.SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
