@@ -23,7 +23,6 @@ from tree_attention_jax.search import Sampling, StepStatistics, TreeDecoder
 PAGE_SIZE = 16
 # Strategies on JAX's own attention: (mode of the `PlainDecoder`, implementation of `jax.nn.dot_product_attention`).
 PLAIN = {"jax": ("paths", None), "jax_contiguous": ("contiguous", None), "jax_cudnn": ("contiguous", "cudnn")}
-READS_APART = "per_query", *PLAIN  # strategies that read a shared token once for each query
 ATTENTION_LAYERS = 8  # enough to hide the launch of a call, and never in the L2 together
 
 
@@ -43,23 +42,32 @@ class Run:
         ahead = 2 * self.horizon if self.workload.kind == "generate" else 8
         return -(-(self.workload.longest(self.new_tokens) + ahead) // PAGE_SIZE) * PAGE_SIZE
 
+    @property
+    def mode(self) -> str | None:
+        """Of the `PlainDecoder`; None for our own."""
+        if self.strategy not in PLAIN:
+            return None
+        return "mask" if self.workload.kind == "draft" and self.strategy == "jax" else PLAIN[self.strategy][0]
+
+    @property
+    def reads_apart(self) -> bool:
+        """Whether it reads a shared token once for each query."""
+        return self.strategy == "per_query" or self.mode in ("paths", "contiguous")
+
     def decoder(self, model: Llama) -> TreeDecoder:
         """A decoder of this strategy, with the pages that the workload needs at most."""
         if self.strategy not in PLAIN:
             options = dict(strategy=self.strategy, implementation=self.implementation)
             return TreeDecoder(model, self.num_pages, PAGE_SIZE, **options)
-        mode, attention = PLAIN[self.strategy]
-        if mode == "contiguous" and self.workload.kind != "generate":
+        if self.mode == "contiguous" and self.workload.kind != "generate":
             raise NotImplementedError(f"{self.strategy} keeps one row for each sequence: it can neither fork nor draft")
-        if self.workload.kind == "draft":
-            mode = "mask"
-        options = dict(longest=self.longest, mode=mode, attention=attention)
+        options = dict(longest=self.longest, mode=self.mode, attention=PLAIN[self.strategy][1])
         return PlainDecoder(model, self.num_pages, PAGE_SIZE, **options)
 
     @property
     def num_pages(self) -> int:
         forest, trace = self.workload.forest, self.workload.trace
-        if self.strategy in PLAIN and PLAIN[self.strategy][0] == "contiguous":
+        if self.mode == "contiguous":
             return forest.sequences * self.longest // PAGE_SIZE
         if trace:
             return sum(-(-tokens // PAGE_SIZE) + 1 for _, tokens, _ in trace)
@@ -70,7 +78,7 @@ class Run:
     def prompts(self, decoder: TreeDecoder) -> np.ndarray:
         """Adds the prompts, as if prefilled: their leaves."""
         forest = self.workload.forest
-        if isinstance(decoder, PlainDecoder) and decoder.mode == "contiguous":
+        if self.mode == "contiguous":
             return forest.apart().build(decoder.tree, reserve=self.longest - sum(forest.tokens))
         return forest.build(decoder.tree)
 
@@ -104,7 +112,7 @@ class Run:
         attention = _unless_it_fails("attention", lambda: _attention_seconds(decoder, last[0], self.implementation))
         idle = jax.default_backend() == "gpu" and _unless_it_fails("idle time", lambda: self.idle_share(decoder))
         read, saved = total.kv_bytes_read, total.kv_bytes_saved
-        if self.strategy in READS_APART:
+        if self.reads_apart:
             read, saved = read + saved, 0
         return {
             "sequences": self.workload.forest.sequences,

@@ -45,6 +45,7 @@ def test_tiny_run_writes_its_rows_and_goes_on_with_the_rest(tmp_path, capsys):
         assert row["attention_share"] > 0
         assert row["device_idle_share"] is None, "that takes a GPU"
     assert rows["C", "jax"]["kv_gb_read"] == before["kv_gb_read"]
+    assert rows["draft32", "jax"]["kv_gb_saved"] > 0, "a mask reads the prompt once"
     capsys.readouterr()
     assert decode.main(["--workload", "C", *options, "--strategies", "auto", "--resume", "--minutes", "1e-9"]) == 0
     assert "--resume goes on with C, tiny, auto" in capsys.readouterr().out
