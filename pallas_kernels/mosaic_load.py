@@ -6,6 +6,7 @@ one's output is written. Beside each step's keys lies the piece of the entry lis
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -206,6 +207,7 @@ def _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, words, masked, 
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
     first = i * geo.entries
     listed = [first + e < count for e in range(geo.entries)]
+    run = _are_one_run(words, listed, geo)
     used = step >= geo.stages
 
     @pl.when(used)
@@ -215,27 +217,41 @@ def _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, words, masked, 
     plgpu.copy_gmem_to_smem(
         buffer_ref.at[pl.ds(begin + first * size, META_WORDS)], shared.meta.at[stage], shared.keys_full.at[stage]
     )
-    _load_entries(k_ref, shared.keys, shared.keys_full, stage, work.kv_head, listed, words, geo)
+    _load_tokens(k_ref, shared.keys, shared.keys_full, stage, work.kv_head, listed, words, run, geo)
 
     @pl.when(used)
     def _():
         plgpu.barrier_wait(shared.values_free.at[stage])
 
-    _load_entries(v_ref, shared.values, shared.values_full, stage, work.kv_head, listed, words, geo)
+    _load_tokens(v_ref, shared.values, shared.values_full, stage, work.kv_head, listed, words, run, geo)
 
 
-def _load_entries(cache_ref, ring, full, stage, kv_head, listed, words, geo) -> None:
-    for e, (there, word) in enumerate(zip(listed, words)):
+def _are_one_run(words, listed, geo) -> Scalar:
+    """Whether the entries of a step are full and lie side by side in the cache: then one copy brings them."""
+    run = listed[-1] & ((words[0] & lo.COUNT_MASK) == geo.unit)
+    for e, word in enumerate(words[1:], 1):
+        run &= word == words[0] + e * (geo.unit << lo.COUNT_BITS)
+    return run
 
-        @pl.when(there)
-        def _(e=e, word=word):
-            slot = pl.multiple_of((word >> lo.COUNT_BITS) & -geo.unit, geo.unit)
-            plgpu.copy_gmem_to_smem(
-                cache_ref.at[pl.ds(slot, geo.unit), kv_head],
-                ring.at[stage, pl.ds(e * geo.unit, geo.unit)],
-                full.at[stage],
-            )
 
-        @pl.when(jnp.logical_not(there))
-        def _():
+def _load_tokens(cache_ref, ring, full, stage, kv_head, listed, words, run, geo) -> None:
+    """Bring the tokens of a step. Whatever the copies are, there is an arrival an entry."""
+
+    def copy(word, to, tokens) -> None:
+        slot = pl.multiple_of((word >> lo.COUNT_BITS) & -geo.unit, geo.unit)
+        plgpu.copy_gmem_to_smem(cache_ref.at[pl.ds(slot, tokens), kv_head], ring.at[stage, to], full.at[stage])
+
+    @pl.when(run)
+    def _():
+        copy(words[0], pl.ds(0, geo.block), geo.block)
+        for _ in range(geo.entries - 1):
             plgpu.barrier_arrive(full.at[stage])
+
+    @pl.when(jnp.logical_not(run))
+    def _():
+        for e, (there, word) in enumerate(zip(listed, words)):
+            pl.when(there)(functools.partial(copy, word, pl.ds(e * geo.unit, geo.unit), geo.unit))
+
+            @pl.when(jnp.logical_not(there))
+            def _():
+                plgpu.barrier_arrive(full.at[stage])

@@ -43,9 +43,9 @@ def drafts() -> TokenTree:
     return TokenTree.from_paths(paths, [40], page_size=16)
 
 
-# A launch of narrow tiles and one of two warpgroups, and their reduction; masked entries of one token, shorter than a
-# copy, and padding rows of q; entries that begin and end within a page.
-SHARED = Case("shared", lambda: lay_out(TokenTree.from_levels([1, 8], [150, 9]), 16), Heads(16, 1, 64))
+# On a cache in order, narrow tiles, two warpgroups, and their reduction; masked entries of one token,
+# shorter than a copy, and padding rows of q; entries that begin and end within a page.
+SHARED = Case("shared", lambda: TokenTree.from_levels([1, 8], [150, 9]), Heads(16, 1, 64))
 DRAFTS = Case("drafts", drafts, Heads(4, 2, 64), padding=3)
 RAGGED = Case("ragged", lambda: lay_out(ragged(), 8, sharing=True), Heads(4, 2, 128), page_size=8, padding=3)
 # Two warpgroups with masks; a group that does not divide a warpgroup; two passes a tile.
