@@ -14,9 +14,9 @@ from tree_attention_jax.models import Llama, dense_forward
 
 # Of the largest logit. Two right ways to compute SmolLM2 in float32 differ by a tenth of it.
 FLOAT32_TOLERANCE = 3e-5
-# A lower precision may be off by as much as dense attention is in that precision, and half as much again: both round
-# at other places. This is how FlashAttention's tests decide, with a factor of 2.
-LOWER_PRECISION_FACTOR = 1.5
+# A lower precision may be off by twice as much as dense attention is in that precision, as in FlashAttention's tests:
+# both round, at other places. SmolLM2 in bfloat16: 0.47 against 0.44, where logits reach 32.
+LOWER_PRECISION_FACTOR = 2.0
 
 
 class Verdict(NamedTuple):

@@ -13,8 +13,8 @@ import numpy as np
 class _Reader(gguf.GGUFReader):
     """Reads through a plain array: the table of contents takes a million slices, and those of a memmap are slow."""
 
-    @property
-    def data(self) -> np.ndarray:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def data(self) -> np.ndarray:
         return self._data
 
     @data.setter
