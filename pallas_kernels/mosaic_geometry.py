@@ -72,13 +72,11 @@ class Geometry:
 
     @property
     def batch(self) -> int:
-        """Copies of boxes that are unrolled. The simulator compiles what is unrolled, so there it is one."""
-        return 1 if self.simulated else min(BATCH, self.boxes)
-
-    @property
-    def lse_pitch(self) -> int:
-        """Columns of the LSEs in shared memory: as many as are written, or more where a box is less than 128 bytes."""
-        return self.lse_copies if self.box * self.lse_copies * 4 % COPY_BYTES == 0 else COPY_BYTES // 4
+        """Boxes that are handled at a time, unrolled. The simulator compiles what is unrolled, so there it is as few as
+        show what is to be seen: boxes of one head may be joined."""
+        if self.simulated:
+            return 2 if self.heads == 1 else 1
+        return min(BATCH, self.boxes)
 
     @property
     def entries(self) -> int:
@@ -128,10 +126,9 @@ def geometry(shape: lo.WorkShape, tile: lo.TileClass, simulated: bool = False) -
 def lse_copies(shape: lo.WorkShape) -> int:
     """Equal numbers side by side that hold an LSE.
 
-    At least 8, which is what a register array has; and as many as make a multiple of 128 bytes of the LSEs that the
-    reduction copies at once, heads of one query.
+    At least 8, which is what a register array has; and as many as make the LSEs of a box a multiple of COPY_BYTES.
     """
-    return 8 * 4 // math.gcd(shape.num_q_heads, 4)
+    return COPY_BYTES // 4 // math.gcd(shape.group, 4)
 
 
 def _stages(shape: lo.WorkShape, rows: int, block: int) -> int:

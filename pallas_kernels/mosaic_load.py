@@ -55,7 +55,7 @@ class Staged(NamedTuple):
 
     Attributes:
         partial: float32 [consumers, 64, 32]; ``out``: [consumers, 64, 64]; both rows of COPY_BYTES.
-        lse: float32 [consumers, at least 64, pitch].
+        lse: float32 [consumers, at least 64, lse_copies].
     """
 
     partial: Any
@@ -69,7 +69,7 @@ def staging(geo: Geometry, dtype: Any) -> Any:
     views = (
         plgpu.SMEM((geo.consumers, WARPGROUP_ROWS, words), jnp.float32),
         plgpu.SMEM((geo.consumers, WARPGROUP_ROWS, 2 * words), dtype),
-        plgpu.SMEM((geo.consumers, WARPGROUP_ROWS * words // geo.lse_pitch, geo.lse_pitch), jnp.float32),
+        plgpu.SMEM((geo.consumers, WARPGROUP_ROWS * words // geo.lse_copies, geo.lse_copies), jnp.float32),
     )
     # The simulator takes views of different parts of a union for views of the same part.
     return views if geo.simulated and geo.consumers > 1 else plgpu.RefUnion(*views)
@@ -150,21 +150,32 @@ def _load_queries(q_ref: Any, buffer_ref: Any, shared: Shared, work: Work, shape
             shape=shape,
             geo=geo,
             final=True,
-            there=lambda query, head, rows, w=w: plgpu.copy_gmem_to_smem(
-                q_ref.at[query, pl.ds(head, geo.box)], shared.raw.at[w, rows], shared.raw_full
+            there=lambda here, rows, w=w: plgpu.copy_gmem_to_smem(
+                q_ref.at[here], shared.raw.at[w, rows], shared.raw_full
             ),
             absent=lambda: plgpu.barrier_arrive(shared.raw_full),
         )
 
 
 def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absent=None) -> None:
-    """``there(place, head, rows)`` for every box of rows of a warpgroup that are live, ``absent()`` for the others.
+    """``there(here, rows)`` for every box of rows of a warpgroup that are live, ``absent()`` for the others.
 
-    ``place`` is the query (``final``) or the place of its partial, ``rows`` a slice of the warpgroup's 64.
+    ``here`` are the indices of the box in an array [queries, heads, ..] (``final``) or [partials, heads, ..], and
+    ``rows`` is a slice of the warpgroup's 64. Boxes of one head are joined where their queries lie side by side.
     """
-    batch = geo.batch if final else 1  # a partial's place needs no reading
+    batch = geo.batch if final or geo.heads == 1 else 1  # a partial's place needs no reading
     rows = jnp.clip(work.queries * geo.heads - warpgroup * WARPGROUP_ROWS, 0, WARPGROUP_ROWS)
     count = geo.boxes if absent is not None else div(rows + geo.box - 1, geo.box)
+
+    def one_by_one(found) -> None:
+        for live, place, head, row in found:
+
+            @pl.when(live)
+            def _(place=place, head=head, row=row):
+                there((place, pl.ds(head, geo.box)), pl.ds(row, geo.box))
+
+            if absent is not None:
+                pl.when(jnp.logical_not(live))(absent)
 
     def boxes(i: Scalar, carry: None) -> None:
         found = []
@@ -174,18 +185,22 @@ def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absen
             n, head = div(row, geo.heads), work.head + rem(row, geo.heads)
             live = (n < work.queries) & (head < geo.group)
             place = buffer_ref[shape.rows_at + work.row + jnp.where(live, n, 0)] if final else work.partial + n
-            found.append((live, place, work.kv_head * geo.group + head, pl.ds(box * geo.box, geo.box)))
-        for live, place, head, rows in found:
+            found.append((live, place, work.kv_head * geo.group + head, box * geo.box))
+        if geo.heads > 1:
+            one_by_one(found)
+            return
+        (live, first, head, row), *others = found
+        side_by_side = found[-1][0]  # live rows come first
+        for j, other in enumerate(others, 1):
+            side_by_side &= other[1] == first + j
 
-            @pl.when(live)
-            def _(place=place, head=head, rows=rows):
-                there(place, head, rows)
+        @pl.when(side_by_side)
+        def _():
+            there((pl.ds(first, batch), head), pl.ds(row, batch))
+            for _other in others if absent is not None else ():
+                absent()
 
-            if absent is not None:
-
-                @pl.when(jnp.logical_not(live))
-                def _():
-                    absent()
+        pl.when(jnp.logical_not(side_by_side))(functools.partial(one_by_one, found))
 
     lax.fori_loop(0, div(count + batch - 1, batch), boxes, None)
 

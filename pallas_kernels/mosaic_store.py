@@ -51,9 +51,10 @@ def store(
         staged = shared.staged.out if final else shared.staged.partial
         target, lse_target = (outputs.out, outputs.lse) if final else (outputs.partial_out, outputs.partial_lse)
         _stage_lse(shared, warpgroup, lse2 / LOG2E if final else lse2, geo)
+        staged_lse = shared.staged.lse
         walk(
             final=final,
-            there=lambda place, head, rows: _copy_lse(shared, warpgroup, rows, lse_target, place, head, geo),
+            there=lambda here, rows: plgpu.copy_smem_to_gmem(staged_lse.at[warpgroup, rows], lse_target.at[here]),
         )
         for column in range(0, out.shape[1], staged.shape[-1]):
             columns = pl.ds(column, staged.shape[-1])
@@ -62,8 +63,8 @@ def store(
             plgpu.commit_smem()
             walk(
                 final=final,
-                there=lambda place, head, rows, columns=columns: plgpu.copy_smem_to_gmem(
-                    staged.at[warpgroup, rows], target.at[place, pl.ds(head, geo.box), columns]
+                there=lambda here, rows, columns=columns: plgpu.copy_smem_to_gmem(
+                    staged.at[warpgroup, rows], target.at[(*here, columns)]
                 ),
             )
 
@@ -87,20 +88,9 @@ def put(ref: Any, value: jax.Array) -> None:
 
 def _stage_lse(shared: Shared, warpgroup: Scalar, lse: jax.Array, geo: Geometry) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    copies = lax.broadcast_in_dim(lse, (WARPGROUP_ROWS, geo.lse_pitch), [0])
+    copies = lax.broadcast_in_dim(lse, (WARPGROUP_ROWS, geo.lse_copies), [0])
     put(shared.staged.lse.at[warpgroup, pl.ds(0, WARPGROUP_ROWS)], copies)
     plgpu.commit_smem()
-
-
-def _copy_lse(shared: Shared, warpgroup: Scalar, rows: Any, target: Any, place: Any, head: Any, geo: Geometry):
-    if geo.lse_pitch == geo.lse_copies:
-        plgpu.copy_smem_to_gmem(shared.staged.lse.at[warpgroup, rows], target.at[place, pl.ds(head, geo.box)])
-        return
-    for i in range(geo.box):
-        plgpu.copy_smem_to_gmem(
-            shared.staged.lse.at[warpgroup, pl.ds(rows.start + i, 1), pl.ds(0, geo.lse_copies)],
-            target.at[place, pl.ds(head + i, 1)],
-        )
 
 
 def pad(
@@ -127,7 +117,8 @@ def pad(
 
         def lse(i: Scalar, carry: None) -> None:
             for head in range(0, shape.num_q_heads, geo.box):
-                _copy_lse(shared, warpgroup, rows, outputs.lse, first + program + i * grid, head, geo)
+                here = (first + program + i * grid, pl.ds(head, geo.box))
+                plgpu.copy_smem_to_gmem(shared.staged.lse.at[warpgroup, rows], outputs.lse.at[here])
 
         lax.fori_loop(0, queries, lse, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

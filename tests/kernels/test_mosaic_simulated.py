@@ -48,8 +48,9 @@ def drafts() -> TokenTree:
 SHARED = Case("shared", lambda: TokenTree.from_levels([1, 8], [150, 9]), Heads(16, 1, 64))
 DRAFTS = Case("drafts", drafts, Heads(4, 2, 64), padding=3)
 RAGGED = Case("ragged", lambda: lay_out(ragged(), 8, sharing=True), Heads(4, 2, 128), page_size=8, padding=3)
-# Two warpgroups with masks; a group that does not divide a warpgroup; two passes a tile.
+# Two warpgroups with masks; one head a group; a group that does not divide a warpgroup; two passes a tile.
 PREFILL = Case("prefill", lambda: lay_out(prefill(), 16, sharing=True), Heads(4, 1, 64))
+SINGLE = Case("single", lambda: lay_out(TokenTree.from_levels([1, 3], [20, 17]), 16), Heads(2, 2, 64))
 UNEVEN = Case("uneven", lambda: lay_out(TokenTree.from_levels([1, 2], [20, 17]), 16), Heads(6, 2, 64))
 PASSES = Case("passes", lambda: lay_out(prefill(), 16), Heads(4, 1, 256))
 
@@ -104,6 +105,7 @@ else:
             (DRAFTS, "flatten"),
             pytest.param(RAGGED, "flatten", marks=pytest.mark.slow),
             pytest.param(PREFILL, "per_node", marks=pytest.mark.slow),
+            pytest.param(SINGLE, "per_node", marks=pytest.mark.slow),
             pytest.param(UNEVEN, "auto", marks=pytest.mark.slow),
             pytest.param(PASSES, "per_node", marks=pytest.mark.slow),
         ],
