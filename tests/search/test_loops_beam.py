@@ -12,8 +12,15 @@ pytest.importorskip("flax")
 from decoding import PAGE_SIZE, dense_log_probs, make_decoder, tiny_model
 
 import tree_attention_jax as ta
-from tree_attention_jax.search import BeamSearch
-from tree_attention_jax.search.loops import Workspace, beam_search, forward_on_paths, path_attention
+from tree_attention_jax.search import BeamSearch, TreeState
+from tree_attention_jax.search.loops import (
+    BeamRules,
+    Workspace,
+    beam_loop,
+    beam_search,
+    forward_on_paths,
+    path_attention,
+)
 
 pytestmark = pytest.mark.usefixtures("compile_unoptimised")
 PROMPT = [5, 1, 7, 7, 2, 9, 3, 3, 1, 0, 4]
@@ -107,3 +114,17 @@ def test_a_workspace_below_several_prompts():
     with pytest.raises(ta.cache.OutOfPages):
         Workspace.below(decoder, [a], 1000)
     assert decoder.tree.pool.num_free == free
+
+
+def test_more_beams_than_the_tree_on_the_device_holds_are_refused():
+    decoder = make_decoder(num_layers=1)
+    leaf, logits = decoder.prefill(PROMPT)
+    free = decoder.tree.pool.num_free
+    with Workspace.below(decoder, [leaf] * 3, capacity=4) as space:
+        state, pages = TreeState.create(slots=space.slots[:4]), (decoder.k_pages, decoder.v_pages)
+        with pytest.raises(ValueError, match="state holds 4 tokens; 3 beams of 5 may need 12"):
+            beam_loop(decoder.model, *pages, space.plan, state, space.prompt_lengths[0], logits, rules=BeamRules(3, 5))
+    with pytest.raises(ta.cache.OutOfPages):
+        beam_search(decoder, leaf, logits, width=30, max_length=90)
+    assert decoder.tree.pool.num_free == free
+    assert decoder.tree.tokens(leaf).tolist() == PROMPT

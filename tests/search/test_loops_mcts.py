@@ -16,6 +16,7 @@ pytest.importorskip("mctx")
 import mctx
 from decoding import TINY, greedy, make_decoder, tiny_model
 
+from tree_attention_jax.cache import OutOfPages
 from tree_attention_jax.models import dense_forward
 from tree_attention_jax.search import TreeState
 from tree_attention_jax.search.loops import MctsRules, keep_paths, mcts_decode
@@ -145,3 +146,13 @@ def test_bad_rules_are_named():
         MctsRules(1, 0, 4, 3)
     with pytest.raises(ValueError, match="policy is 'alphago'"):
         MctsRules(1, 2, 4, 3, policy="alphago")
+
+
+def test_more_simulations_than_there_are_pages_for_change_nothing():
+    decoder = make_decoder(num_pages=32, num_layers=1)
+    leaf, logits = decoder.prefill(PROMPTS[0])
+    free = decoder.tree.pool.num_free
+    with pytest.raises(OutOfPages):
+        mcts_decode(decoder, [leaf], logits, evaluate, steps=4, num_simulations=500)
+    assert decoder.tree.pool.num_free == free
+    assert decoder.tree.tokens(leaf).tolist() == PROMPTS[0]
