@@ -4,11 +4,11 @@ Nothing here knows what a tree is. A kernel sees *items*: a contiguous range of 
 K/V entries (:mod:`pallas_kernels.layout` is the contract). Each kernel file stands beside the plain XLA
 version it must equal:
 
-=====================  =======================  ==============================
-what                   plain XLA                Pallas, Triton backend
-=====================  =======================  ==============================
-partial attention      ``partial_xla.py``       ``partial_triton.py``
-reduction              ``reduce_xla.py``        ``reduce_triton.py``
-append to the cache    ``append_xla.py``        ``append_triton.py``
-=====================  =======================  ==============================
+=====================  ====================  =======================  ==================================
+what                   plain XLA             Pallas, Triton backend   Pallas, Mosaic GPU backend
+=====================  ====================  =======================  ==================================
+partial attention      ``partial_xla.py``    ``partial_triton.py``    ``partial_mosaic.py``, ``mosaic_*``
+reduction              ``reduce_xla.py``     ``reduce_triton.py``     ``reduce_mosaic.py``
+append to the cache    ``append_xla.py``     ``append_triton.py``     the Triton one
+=====================  ====================  =======================  ==================================
 """
