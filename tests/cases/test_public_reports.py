@@ -15,7 +15,7 @@ from forests import (
     assert_matches_oracle,
     attend,
     check_against_oracle,
-    every_strategy,
+    every_strategy_slowly,
     lay_out,
     plan_for,
     poisoned_inputs,
@@ -154,12 +154,12 @@ def test_fasttree_artifact_3_several_roots():
     check_against_oracle(ta.TokenTree.from_levels([4, 16], [4096, 256]), 16, Heads(32, 8))
 
 
-@every_strategy
+@every_strategy_slowly
 def test_fasttree_artifact_3_several_roots_by_strategy(strategy: str):
     check_against_oracle(ta.TokenTree.from_levels([4, 16], [63, 17]), 16, Heads(4, 1), plan={"strategy": strategy})
 
 
-@every_strategy
+@every_strategy_slowly
 def test_flashinfer_3125_more_work_than_a_grid_axis_has_room_for(strategy: str):
     """70,000 single-token leaves: more than 65,535 items. Every pair is covered, and the last row is not forgotten."""
     tree = ta.TokenTree.from_levels([1, 70_000], [5, 1])
@@ -185,7 +185,7 @@ def test_flashinfer_3130_vllm_pr_47671_slots_beyond_32_bits():
 @pytest.mark.parametrize(
     "option", [{"sliding_window": 70}, {"alibi_slopes": 2.0 ** -np.arange(1, 5)}], ids=["window", "alibi"]
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy_slowly
 def test_vllm_15710_17652_window_and_alibi_over_a_shared_prefix(strategy: str, option: dict):
     """Positions count from the root: a window of 70 crosses both edges of three levels of 40, 33 and 10 tokens."""
     tree = ta.TokenTree.from_levels([1, 2, 4], [40, 33, 10])
@@ -220,7 +220,7 @@ def test_vllm_pr_22003_operands_that_are_slices_and_transposes():
     assert_lse_close(merged[1], np.asarray(state[1]) + np.log(2), np.float32)
 
 
-@every_strategy
+@every_strategy_slowly
 def test_tgi_pr_2711_slots_that_are_not_contiguous(strategy: str):
     tree = lay_out(ta.TokenTree([-1, 0, 0], [100, 33, 60], [0, 20, 1]), 16, seed=5)
     assert (np.diff(tree.page_indices) != 1).any()

@@ -50,7 +50,7 @@ CASES = [
 ]
 
 
-# On these every strategy stays in the fast part.
+# On these plain XLA stays in the fast part, where the kernels run on all.
 FAST_CASES = ("decode", "ragged-multi-query", "draft")
 
 
@@ -62,13 +62,14 @@ def check(case: Case, implementation: str, strategy: str) -> None:
 
 
 # The strategy varies fastest: plans of equal shape then run the program of the test before.
-@every_strategy
+@every_strategy_slowly
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in FAST_CASES], ids=str)
 def test_xla_equals_the_oracle(case: Case, strategy: str):
     check(case, "xla", strategy)
 
 
-@every_strategy_slowly
+@pytest.mark.slow
+@every_strategy
 @pytest.mark.parametrize("case", [case for case in CASES if case.name not in FAST_CASES], ids=str)
 def test_xla_equals_the_oracle_on_the_rest(case: Case, strategy: str):
     check(case, "xla", strategy)

@@ -35,10 +35,10 @@ def growing_tree(nodes: int, seed: int = 0) -> Iterator[ta.TokenTree]:
     ("strategy", "gpu", "heads"),
     [
         ("auto", None, HEADS),
-        ("auto", None, Heads(32, 8, 128)),
         ("auto", "NVIDIA H200", Heads(32, 8, 128)),
-        ("per_node", None, HEADS),
-        ("node_chunk", "NVIDIA H200", Heads(32, 8, 128)),
+        pytest.param("auto", None, Heads(32, 8, 128), marks=pytest.mark.slow),
+        pytest.param("per_node", None, HEADS, marks=pytest.mark.slow),
+        pytest.param("node_chunk", "NVIDIA H200", Heads(32, 8, 128), marks=pytest.mark.slow),
     ],
     ids=str,
 )

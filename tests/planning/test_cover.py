@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from forests import Heads, every_strategy, plan_for, quick_compiler_options
+from forests import Heads, every_strategy, every_strategy_slowly, plan_for, quick_compiler_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_forests import forests, grown, quick, thorough
@@ -47,14 +47,14 @@ def check_growth(strategy: str, case: tuple[ta.TokenTree, int], horizon: int, da
         plan.check(grown(tree, step))
 
 
-@every_strategy
+@every_strategy_slowly
 @quick
 @given(case=forests(), data=st.data())
 def test_cover(strategy: str, case, data):
     check_plan(strategy, case, data)
 
 
-@every_strategy
+@every_strategy_slowly
 @settings(quick, max_examples=15)
 @given(case=forests(decoding=True, reserve=5), data=st.data())
 def test_cover_of_every_step(strategy: str, case, data):

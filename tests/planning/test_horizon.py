@@ -8,7 +8,6 @@ from forests import (
     Heads,
     assert_close,
     assert_lse_close,
-    every_strategy,
     every_strategy_slowly,
     lay_out,
     num_pages,
@@ -116,7 +115,7 @@ def test_splitting_keeps_the_tail():
     check_decoding(lay_out(tree, 16, reserve=20), 16, 20, strategy="node_chunk", chunk=128)
 
 
-@every_strategy
+@every_strategy_slowly
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_advancing_equals_planning_anew(page_size: int, strategy: str):
     """Positions, slots and cover of every step; no kernel runs."""
