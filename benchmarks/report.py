@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks import plots
 from benchmarks.comparison import PeerTime, combined, fastest, key_of, mean, peer_times, recorded_times
 from benchmarks.plots import quote
-from benchmarks.report_suites import SUITES, compile_table, suite_table
+from benchmarks.report_suites import SUITES, compile_table, planning_table, suite_table
 from benchmarks.suites import result_name
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +45,9 @@ def main(root: Path = ROOT) -> int:
             _replace(performance, suite, suite_table(suite, _load(results, result_name(suite))), title)
     if (results / f"{GPU}_compile.json").is_file():
         _replace(performance, "compile", compile_table(_load(results, "compile")), "Compiling and launching")
+    planning = results / "cpu_planning.json"
+    if planning.is_file():
+        _replace(performance, "planning", planning_table(json.loads(planning.read_text())), "Planning")
     return 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from benchmarks.comparison import PeerTime, fastest, key_of, peer_times
 from benchmarks.plots import quote
 
@@ -97,6 +99,31 @@ def compile_table(report: dict[str, Any]) -> str:
             f"A decode step of {row['layers']} layers ({row['model']}, {row['tree']}): {row['step_us']:.0f} us, "
             f"{row['idle_us']:.0f} us of them ({row['idle_share']:.1%}) idle between {row['kernels']} kernels.",
         ]
+    return "\n".join(lines)
+
+
+def planning_table(report: dict[str, Any]) -> str:
+    """What :mod:`benchmarks.planning` wrote: a row a strategy, over all cells."""
+    best: dict[tuple, float] = {}
+    for row in report["rows"]:
+        key = (row["tree"], *row["heads"])
+        best[key] = min(best.get(key, np.inf), row["modelled_us"])
+    lines = [
+        "Milliseconds of one CPU core a plan, from parent and length arrays to the packed buffer, over the cells of "
+        f"`{report['suite']}` (Python {report['environment']['python']} on a shared two-core virtual machine whose speed "
+        f"varies by half, {report['environment']['date']}; plans for the {report['gpu']}).",
+        "",
+        "| strategy | median | worst | 100,000 leaves of a page | modelled time of the plan / best strategy's |",
+        "|---|---|---|---|---|",
+    ]
+    many = {row["strategy"]: row["plan_ms"] for row in report["many_leaves"] if row["leaves"] == 100_000}
+    for strategy in dict.fromkeys(row["strategy"] for row in report["rows"]):
+        mine = [row for row in report["rows"] if row["strategy"] == strategy]
+        times = [row["plan_ms"] for row in mine]
+        ratio = np.exp(np.mean([np.log(row["modelled_us"] / best[row["tree"], *row["heads"]]) for row in mine]))
+        lines.append(
+            f"| {strategy} | {np.median(times):.1f} | {max(times):.1f} | {_number(many.get(strategy))} | {ratio:.2f} |"
+        )
     return "\n".join(lines)
 
 
