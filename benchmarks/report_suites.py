@@ -110,8 +110,8 @@ def planning_table(report: dict[str, Any]) -> str:
         best[key] = min(best.get(key, np.inf), row["modelled_us"])
     lines = [
         "Milliseconds of one CPU core a plan, from parent and length arrays to the packed buffer, over the cells of "
-        f"`{report['suite']}` (Python {report['environment']['python']} on a shared two-core virtual machine whose speed "
-        f"varies by half, {report['environment']['date']}; plans for the {report['gpu']}).",
+        f"`{report['suite']}` (Python {report['environment']['python']} on a shared two-core virtual machine, whose "
+        f"speed varies by half, {report['environment']['date']}; plans for the {report['gpu']}).",
         "",
         "| strategy | median | worst | 100,000 leaves of a page | modelled time of the plan / best strategy's |",
         "|---|---|---|---|---|",
