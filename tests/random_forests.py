@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import tree_attention_jax as ta
 
 quick = settings(max_examples=40, deadline=None)
-thorough = settings(max_examples=500, deadline=None)
+thorough = settings(max_examples=400, deadline=None)
 
 
 @st.composite

@@ -12,6 +12,9 @@ from benchmarks.peers import Inputs, Unsuitable, jax_own
 from benchmarks.peers.jax_own import JaxAttention, JaxPaged
 from benchmarks.suites import Cell
 
+# Whole calls of JAX's own kernels, which compile for long.
+pytestmark = pytest.mark.slow
+
 
 def inputs_of(cell: Cell, layers: int = 2) -> Inputs:
     tree = cell.tree()

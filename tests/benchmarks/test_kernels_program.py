@@ -14,6 +14,9 @@ from benchmarks import harness, kernels
 from benchmarks.peers import Ready, Unsuitable, jax_own
 from benchmarks.suites import Cell
 
+# Whole programs, each of which compiles many small ones.
+pytestmark = pytest.mark.slow
+
 CELLS = [Cell("1,2,4_32,16,8", 4, 2, head_dim=16), Cell("2x32+draft16", 4, 2, head_dim=16)]
 
 

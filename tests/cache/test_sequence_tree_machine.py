@@ -16,6 +16,9 @@ from simulated_tree import SimulatedTree
 
 from tree_attention_jax.cache import OutOfPages
 
+# Thousands of random operations in plain Python: once is enough.
+pytestmark = pytest.mark.slow
+
 has_leaf = precondition(lambda self: self.sim.twin)
 has_draft = precondition(lambda self: self.sim.drafts)
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)
@@ -136,7 +139,6 @@ TreeMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40
 TestTreeMachine = TreeMachine.TestCase
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cached", [False, True], ids=["alone", "cached"])
 def test_soak(cached):
     """20,000 operations in all: no leak, invariants hold, and at the end they take as long as at the start."""

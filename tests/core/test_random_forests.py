@@ -47,7 +47,7 @@ def test_window_equals_the_oracle(strategy: str, case, data):
 
 @pytest.mark.slow
 @every_strategy
-@settings(thorough, max_examples=200)
+@settings(thorough, max_examples=120)
 @given(case=large, data=st.data())
 def test_equals_the_oracle_thoroughly(strategy: str, case, data):
     check("xla", strategy, case, data)

@@ -3,12 +3,15 @@
 import jax
 import numpy as np
 import pytest
-from forests import Heads, every_strategy, every_strategy_slowly, plan_for, quick_compiler_options
+from forests import Heads, every_strategy, plan_for, quick_compiler_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_forests import forests, grown, quick, thorough
 
 import tree_attention_jax as ta
+
+# Thousands of random forests: once is enough.
+pytestmark = pytest.mark.slow
 
 HEADS = [Heads(1, 1), Heads(4, 4), Heads(6, 2), Heads(7, 1), Heads(64, 1), Heads(96, 1, 128, 64)]
 GPUS = [None, "NVIDIA H200", "NVIDIA L4"]
@@ -47,21 +50,20 @@ def check_growth(strategy: str, case: tuple[ta.TokenTree, int], horizon: int, da
         plan.check(grown(tree, step))
 
 
-@every_strategy_slowly
+@every_strategy
 @quick
 @given(case=forests(), data=st.data())
 def test_cover(strategy: str, case, data):
     check_plan(strategy, case, data)
 
 
-@every_strategy_slowly
+@every_strategy
 @settings(quick, max_examples=15)
 @given(case=forests(decoding=True, reserve=5), data=st.data())
 def test_cover_of_every_step(strategy: str, case, data):
     check_growth(strategy, case, 5, data)
 
 
-@pytest.mark.slow
 @every_strategy
 @thorough
 @given(case=forests(max_nodes=40, max_tokens=300), data=st.data())
@@ -69,7 +71,6 @@ def test_cover_of_larger_forests(strategy: str, case, data):
     check_plan(strategy, case, data)
 
 
-@pytest.mark.slow
 @every_strategy
 @quick
 @given(case=forests(max_nodes=30, max_tokens=90, decoding=True, reserve=40), data=st.data())
