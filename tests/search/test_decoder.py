@@ -204,10 +204,11 @@ def test_the_next_block_is_planned_while_the_last_one_runs(monkeypatch):
     monkeypatch.setattr(generation._Run, "land", traced_land)
     decoder = make_decoder(num_layers=1)
     leaf, logits = decoder.prefill(PROMPT)
-    decoder.model = SlowModel(decoder.model, jnp.int32(15_000))
+    decoder.model = SlowModel(decoder.model, jnp.int32(30_000))
     decoder.generate([leaf], logits, 13, sampling=Sampling(0.0), horizon=4)
-    ahead, landed = "planned ahead", "landed"
-    assert events == ["dispatched", ahead, landed, ahead, landed, "nothing left", landed]
+    landed = "landed"
+    assert events[1] in ("planned ahead", "planned late")  # it may have compiled its program first
+    assert events[:1] + events[2:] == ["dispatched", landed, "planned ahead", landed, "nothing left", landed]
 
 
 # ---------------------------------------------------------------------- drafts
