@@ -92,7 +92,10 @@ class TileClass:
 
 @dataclass(frozen=True)
 class Launch:
-    """Items of one tile class: records from ``items_at`` on, which ``grid`` programs share."""
+    """Up to ``capacity`` items of one tile class, with records from ``items_at`` on.
+
+    ``grid`` programs take one item and one KV head (or one part of its group) each, or share them if they are fewer.
+    """
 
     tile: TileClass
     grid: int

@@ -84,20 +84,27 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, grid, index, shape, options,
         options=options,
         exp2=exp2,
     )
-    # The grid is about what the GPU can run, whatever the number of items, so the count is data and few programs start
-    # in vain: one that needs the shared memory of a wide tile costs a microsecond even when it has nothing to do.
     program = pl.program_id(0)  # read here: the interpreter does not know it inside a loop
     heads = shape.num_kv_heads * shape.head_tiles(launch.tile)
     if index == 0:
         _pad(buffer_ref, outputs, program, grid, rows=launch.tile.rows, shape=shape)
-
-    def turn(i, carry):
-        work = program + i * grid  # items come longest first, so strides balance
-        run(lax.div(work, heads), lax.rem(work, heads))
-        return carry
-
     total = buffer_ref[index] * heads
-    lax.fori_loop(0, lax.div(jnp.maximum(total - program, 0) + grid - 1, grid), turn, 0)
+
+    if grid >= launch.capacity * heads:
+        # Items come longest first, and the GPU gives the next one to whichever SM has room. A loop over several items
+        # would keep what it needs to begin and end them in registers all the while: 40 a thread, which narrow tiles
+        # lack for their accumulator and the others for a program more on the SM.
+        @pl.when(program < total)
+        def _():
+            run(lax.div(program, heads), lax.rem(program, heads))
+    else:
+
+        def turn(i, carry):
+            work = program + i * grid
+            run(lax.div(work, heads), lax.rem(work, heads))
+            return carry
+
+        lax.fori_loop(0, lax.div(jnp.maximum(total - program, 0) + grid - 1, grid), turn, 0)
 
 
 def _pad(buffer_ref, outputs, program, grid, *, rows, shape):

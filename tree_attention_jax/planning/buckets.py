@@ -1,8 +1,13 @@
 """Rounding of array lengths, so that a growing tree compiles a handful of programs.
 
-Only *capacity* is rounded; the real counts are data in the buffer. All lengths of a plan follow one level: if each had
+Only *capacity* is rounded; the real counts are data in the buffer. Lengths of arrays follow one level: if each had
 powers of two of its own, they would change one after the other and a growing tree would meet dozens of combinations.
-Rounding up costs memory, not time: a launch has as many programs as the GPU runs at once, however many items there are.
+Rounding them up costs memory, not time.
+
+An item is a program on the GPU for every KV head, and a program that finds no item ends at once, but it takes its turn:
+three for each one that works cost 3 us of a launch of 50 (docs/performance.md). So a launch has room for its own number
+of items, counted in the queries that they hold. Plans of many launches would meet too many combinations of these: there
+all launches follow the level of the arrays, and no more programs than the GPU holds share the items.
 """
 
 from __future__ import annotations
@@ -11,7 +16,12 @@ from dataclasses import dataclass, fields
 
 # Capacities at level 0; each level has GROWTH times as much of everything.
 GROWTH = 4
-SMALLEST = {"queries": 16, "items": 8, "partials": 64, "buffer": 1024}
+SMALLEST = {"queries": 64, "items": 32, "partials": 256, "buffer": 16_384}
+# Launches of a plan that may each have room of their own.
+FEW_LAUNCHES = 2
+# Which is for so many queries at least, or for more programs than cost anything; then for GROWTH times as many, ...
+FEWEST_QUERIES = 256
+FEWEST_PROGRAMS = 256
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,8 @@ class Buckets:
 
     Attributes:
         queries: rows that ``q`` may have at most.
-        items: items a launch may have at most.
+        items: items a launch may have at most; of several numbers each launch takes its own where there are as many
+            launches, else the largest.
         partials: rows of the partial buffer.
         buffer: int32 elements of the packed buffer.
 
@@ -31,14 +42,17 @@ class Buckets:
     """
 
     queries: int | None = None
-    items: int | None = None
+    items: int | tuple[int, ...] | None = None
     partials: int | None = None
     buffer: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is None:
+                continue
+            numbers = value if field.name == "items" and isinstance(value, tuple) and value else (value,)
+            if any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in numbers):
                 raise ValueError(f"buckets.{field.name} is {value!r}: a capacity is a positive integer, or None")
 
     def at_level(self, level: int) -> Buckets:
@@ -46,6 +60,20 @@ class Buckets:
         rounded = {name: smallest * GROWTH**level for name, smallest in SMALLEST.items()}
         given = {name: value for name in SMALLEST if (value := getattr(self, name)) is not None}
         return Buckets(**(rounded | given))
+
+    def items_of(self, counts: list[int], programs: list[int], queries: list[int]) -> tuple[int, ...]:
+        """Room for the items of each launch: there are so many, of so many programs each, in tiles of so many queries.
+
+        Raises:
+            ValueError: an explicit capacity is too small.
+        """
+        if self.items is None:
+            return tuple(_room(*launch) for launch in zip(counts, programs, queries))
+        given = self.items if isinstance(self.items, tuple) else (self.items,)
+        room = given if len(given) == len(counts) else (max(given),) * len(counts)
+        if any(most < count for count, most in zip(counts, room)):
+            raise ValueError(f"buckets.items is {self.items}: this plan needs {max(counts)}")
+        return room
 
     def level_for(self, **needed: int) -> int:
         """The lowest level that holds as much.
@@ -56,9 +84,18 @@ class Buckets:
         level = 0
         for name, need in needed.items():
             given = getattr(self, name)
+            given = max(given) if isinstance(given, tuple) else given
             if given is None:
                 while SMALLEST[name] * GROWTH**level < need:
                     level += 1
             elif given < need:
                 raise ValueError(f"buckets.{name} is {given}: this plan needs {need}")
         return level
+
+
+def _room(count: int, programs: int, queries: int) -> int:
+    room, most = 0, FEWEST_QUERIES
+    while room < max(count, 1):
+        room = max(-(-most // queries), FEWEST_PROGRAMS // programs)
+        most *= GROWTH
+    return room

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pallas_kernels import layout as lo
 from tree_attention_jax._arrays import exclusive_cumsum, ragged_ranges
-from tree_attention_jax.planning.buckets import Buckets
+from tree_attention_jax.planning.buckets import FEW_LAUNCHES, Buckets
 from tree_attention_jax.planning.growth import ENTRIES, growth_records
 from tree_attention_jax.planning.lowering import Items
 from tree_attention_jax.planning.problem import Problem
@@ -16,8 +16,8 @@ from tree_attention_jax.planning.tiles import resident_programs
 
 # Partials merged at a time: most queries have a few; of a long split context there are many.
 FEW_PARTIALS, MANY_PARTIALS = 4, 16
-# A plan with room for so many partials takes the larger block anyhow, to be one program instead of two.
-MANY_ROWS = 16_384
+# With more on average, or so many of one query, many at a time are faster, and else up to twice as slow.
+FEW_ON_AVERAGE = 6
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,11 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     num_rows = problem.layout.num_rows
     partial, num_partials, reduce_ptr, reduce_list = _partials(problem, items)
     launch_counts = np.bincount(items.launch, minlength=len(items.tiles))
-    level = buckets.level_for(queries=num_rows, partials=num_partials, items=int(launch_counts.max()))
+    few = len(items.tiles) <= FEW_LAUNCHES
+    level = buckets.level_for(queries=num_rows, partials=num_partials, items=0 if few else int(launch_counts.max()))
     while True:
         capacity = buckets.at_level(level)
-        places = _places(problem, items, capacity)
+        places = _places(items, capacity, _launches(problem, items, buckets if few else capacity, few))
         growing, grow_lists = growth_records(problem, items, places.launches, places.plain, places.masked)
         growing_at = places.lists + len(reduce_list)
         grow_lists_at = growing_at + growing.size
@@ -88,7 +89,8 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     buffer[places.lists : growing_at] = reduce_list
     buffer[growing_at:grow_lists_at] = growing.ravel()
     buffer[grow_lists_at : grow_lists_at + len(grow_lists)] = grow_lists
-    partial_rows, most = capacity.partials if num_partials else 0, np.diff(reduce_ptr).max(initial=0)
+    partial_rows, listed = capacity.partials if num_partials else 0, np.diff(reduce_ptr)
+    many = num_partials > FEW_ON_AVERAGE * np.count_nonzero(listed) or listed.max(initial=0) > MANY_PARTIALS
     assert partial_rows is not None
     shape = lo.WorkShape(
         num_q_heads=problem.heads.num_q_heads,
@@ -102,23 +104,31 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         positions_at=places.positions,
         slots_at=places.slots,
         reduce_at=places.reduce,
-        reduce_block=MANY_PARTIALS if partial_rows >= MANY_ROWS or most > FEW_PARTIALS else FEW_PARTIALS,
+        reduce_block=MANY_PARTIALS if many else FEW_PARTIALS,
         partial_rows=partial_rows,
         buffer_size=size,
     )
     return Packed(buffer, shape, tuple(launch_counts.tolist()), num_partials)
 
 
-def _places(problem: Problem, items: Items, capacity: Buckets) -> _Places:
-    assert capacity.items is not None
+def _launches(problem: Problem, items: Items, buckets: Buckets, few: bool) -> list[lo.Launch]:
+    """Launches with their room for items; one after the other from place 0 on."""
+    heads, tiles = problem.heads, items.tiles
+    counts = np.bincount(items.launch, minlength=len(tiles)).tolist()
+    programs = [heads.num_kv_heads * -(-heads.group // tile.heads_per_tile(heads.group)) for tile in tiles]
+    queries = [tile.queries_per_tile(heads.group) for tile in tiles]
+    launches, cursor = [], 0
+    for tile, room, each in zip(tiles, buckets.items_of(counts, programs, queries), programs):
+        resident = problem.profile.num_sms * resident_programs(heads, tile)
+        launches.append(lo.Launch(tile, room * each if few else min(room * each, resident), room, cursor))
+        cursor += room * lo.ITEM_SIZE
+    return launches
+
+
+def _places(items: Items, capacity: Buckets, launches: list[lo.Launch]) -> _Places:
     assert capacity.queries is not None
-    launches, cursor = [], lo.HEADER_SIZE
-    for tile in items.tiles:
-        head_tiles = -(-problem.heads.group // tile.heads_per_tile(problem.heads.group))
-        programs = capacity.items * problem.heads.num_kv_heads * head_tiles
-        grid = min(programs, problem.profile.num_sms * resident_programs(problem.heads, tile))
-        launches.append(lo.Launch(tile, grid, capacity.items, cursor))
-        cursor += capacity.items * lo.ITEM_SIZE
+    launches = [replace(launch, items_at=launch.items_at + lo.HEADER_SIZE) for launch in launches]
+    cursor = launches[-1].items_at + launches[-1].capacity * lo.ITEM_SIZE
     reduce_at = cursor + 3 * capacity.queries
     plain_at = reduce_at + capacity.queries + 1
     masked_at = plain_at + len(items.plain.tile) * lo.PLAIN_SIZE
