@@ -1,8 +1,8 @@
 """The cost model: tile shapes with their measured costs, and the time of a launch.
 
 A launch takes ``launch_us + max(max(work, memory) + OVERLAP * min(work, memory), latency)``: matrix work over all SMs
-and bytes overlap by half in short launches, and no launch ends before its longest item. The form was fitted to the
-launches of the 45 cells on an H200, which it meets within 9% on average (docs/performance.md).
+and bytes overlap in part in short launches, and no launch ends before its longest item, from its start to its end. The
+form was fitted to 205 launches on an H200 (``benchmarks/fit.py``), which it meets within 7%, root mean square.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tree_attention_jax.planning.tiles import fitted, resident_programs
 OVERLAP = 0.5
 # ... up to so many microseconds: a long launch reaches a steady state.
 MAX_EXPOSED_US = 60.0
-# A masked step waits for the intervals too, before it can weigh what it loaded: so much longer.
-MASKED_LATENCY = 0.25
+# Beside its steps a program begins and ends: this share of what that takes while as many programs as fit do the same.
+ENDS = 0.75
 # Below its top, the share of a joined segment's steps that compare intervals: the rest are ancestors of the whole tile.
 MASKED_SHARE = 0.5
 
@@ -40,7 +40,7 @@ class ShapeTable:
         programs: programs an item makes (KV heads x parts of a group), over the SMs.
         slots: programs the GPU runs at once.
         item_us, step_us, mixed_step_us, masked_step_us: of a program, as in :class:`.TileCost`.
-        latency_us: of one step, seen by one program.
+        latency_us, mixed_latency_us, masked_latency_us: of one step, seen by one program.
         step_bytes: K and V of a step, all heads.
         token_us, mixed_token_us, masked_token_us: of a token.
     """
@@ -55,6 +55,8 @@ class ShapeTable:
     mixed_step_us: np.ndarray
     masked_step_us: np.ndarray
     latency_us: np.ndarray
+    mixed_latency_us: np.ndarray
+    masked_latency_us: np.ndarray
     step_bytes: np.ndarray
     token_us: np.ndarray
     mixed_token_us: np.ndarray
@@ -105,6 +107,8 @@ def _shapes(profile: GpuProfile, heads: Heads, unit: int, shortest_step: int) ->
         mixed_step_us=mixed_step_us,
         masked_step_us=masked_step_us,
         latency_us=column(lambda tile, cost: cost.latency_us) * per_step,
+        mixed_latency_us=column(lambda tile, cost: cost.mixed_latency_us) * per_step,
+        masked_latency_us=column(lambda tile, cost: cost.masked_latency_us) * per_step,
         step_bytes=float(heads.token_bytes) * block_kv,
         token_us=step_us / block_kv,
         mixed_token_us=mixed_step_us / block_kv,
@@ -116,6 +120,12 @@ def mean_step_us(shape: ShapeTable, can_mask: Any, masked: Any) -> Any:
     """Of programs that can mask or not, and of whose steps such a share does."""
     mixed = shape.mixed_step_us + masked * (shape.masked_step_us - shape.mixed_step_us)
     return np.where(can_mask, mixed, shape.step_us)
+
+
+def mean_latency_us(shape: ShapeTable, can_mask: Any, masked: Any) -> Any:
+    """The same of a step's latency."""
+    mixed = shape.mixed_latency_us + masked * (shape.masked_latency_us - shape.mixed_latency_us)
+    return np.where(can_mask, mixed, shape.latency_us)
 
 
 def launch_time(profile: GpuProfile, shape: ShapeTable, steps, items, longest, memory, can_mask, masked) -> Any:
@@ -135,8 +145,9 @@ def launch_time(profile: GpuProfile, shape: ShapeTable, steps, items, longest, m
     programs = items * shape.programs * profile.num_sms
     # Programs that do not fit at once run in waves; each waits out its own loads.
     waves = np.maximum(1.0, programs / shape.slots)
-    average = steps / np.maximum(items, 1.0) * shape.latency_us
-    latency = np.maximum(longest * shape.latency_us, average * waves) * (1 + MASKED_LATENCY * masked)
+    latency_us = mean_latency_us(shape, can_mask, masked)
+    ends = ENDS * shape.item_us * (shape.slots / profile.num_sms)
+    latency = np.maximum(longest * latency_us + ends, (steps / np.maximum(items, 1.0) * latency_us + ends) * waves)
     reread = steps * shape.step_bytes / profile.l2_bytes_per_us
     exposed = np.minimum(OVERLAP * np.minimum(work, memory), MAX_EXPOSED_US)
     busy = np.maximum(work, memory) + exposed

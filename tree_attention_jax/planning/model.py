@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels import layout as lo
 from tree_attention_jax.planning.cost import ShapeTable, launch_time, mean_step_us, shapes_for
-from tree_attention_jax.planning.plan import TreePlan
+from tree_attention_jax.planning.plan import HostView, TreePlan
 
 
 @dataclass(frozen=True)
@@ -32,41 +32,81 @@ class LaunchTime:
     us: float
 
 
+@dataclass(frozen=True)
+class LaunchLoad:
+    """What a launch has to do, as :func:`.cost.launch_time` wants to know it.
+
+    Attributes:
+        items: its items; each is a program for every KV head (and part of a group).
+        steps: of all items; ``longest``: of the longest.
+        masked: share of the steps that compare intervals.
+        tokens: cache slots read, each counted once.
+        partials: rows it writes as partials.
+    """
+
+    items: int
+    steps: int
+    longest: int
+    masked: float
+    tokens: int
+    partials: int
+
+
 def modelled_time(plan: TreePlan) -> float:
     """Microseconds of one attention call, launches and reduction included."""
     return sum(launch.us for launch in launch_times(plan))
 
 
 def launch_times(plan: TreePlan) -> list[LaunchTime]:
-    """The plan's launches in order, then the reduction if there is one.
+    """The plan's launches in order, then the reduction (writing of the partials included) if there is one.
 
     Raises:
         ValueError: the plan came out of a trace and has no host part.
     """
-    if plan.host is None:
-        raise ValueError("this plan has passed through jax.jit, which keeps only its buffer: model the plan you made")
-    problem, buffer, shape = plan.host.problem, plan.host.buffer, plan.shape
-    profile = problem.profile
-    shapes = shapes_for(problem)
+    host, shape = _host(plan), plan.shape
+    profile, heads = host.problem.profile, host.problem.heads
+    shapes = shapes_for(host.problem)
     times = []
-    for index, launch in enumerate(shape.launches):
+    for launch, load in zip(shape.launches, launch_loads(plan)):
+        cost, can_mask = shapes.take(_nearest(shapes, launch.tile)), launch.tile.masked
+        memory = load.tokens * heads.token_bytes / profile.bytes_per_us
+        step_us = mean_step_us(cost, can_mask, load.masked)
+        work = (load.steps * step_us + load.items * cost.item_us) * cost.programs
+        us = launch_time(profile, cost, load.steps, load.items, load.longest, memory, can_mask, load.masked)
+        times.append(LaunchTime(launch.tile.name(), load.items, float(work), memory, float(us)))
+    if shape.partial_rows:
+        memory = host.num_partials * heads.partial_bytes / profile.partial_bytes_per_us
+        times.append(LaunchTime("reduce", host.num_queries, 0.0, memory, memory + profile.launch_us))
+    return times
+
+
+def launch_loads(plan: TreePlan) -> list[LaunchLoad]:
+    """Of each launch, from the items that came out."""
+    buffer = _host(plan).buffer
+    loads = []
+    for index, launch in enumerate(plan.shape.launches):
         count = int(buffer[index])
         records = buffer[launch.items_at : launch.items_at + count * lo.ITEM_SIZE].reshape(-1, lo.ITEM_SIZE)
         compared = records[:, lo.MASKED_COUNT].astype(np.int64) * launch.tile.masked_unit
         tokens = records[:, lo.PLAIN_COUNT].astype(np.int64) * launch.tile.unit + compared
-        cost = shapes.take(_nearest(shapes, launch.tile))
         steps = -(-tokens // launch.tile.block_kv)
-        masked = compared.sum() / max(tokens.sum(), 1)
-        memory = _unique_tokens(buffer, records) * problem.heads.token_bytes / profile.bytes_per_us
-        step_us = mean_step_us(cost, launch.tile.masked, masked)
-        work = (float(steps.sum()) * step_us + count * cost.item_us) * cost.programs
-        us = launch_time(profile, cost, steps.sum(), count, steps.max(initial=0), memory, launch.tile.masked, masked)
-        times.append(LaunchTime(launch.tile.name(), count, float(work), memory, float(us)))
-    if shape.partial_rows:
-        moved = plan.host.num_partials * problem.heads.partial_bytes
-        memory = moved / profile.partial_bytes_per_us
-        times.append(LaunchTime("reduce", plan.host.num_queries, 0.0, memory, memory + profile.launch_us))
-    return times
+        loads.append(
+            LaunchLoad(
+                items=count,
+                steps=int(steps.sum()),
+                longest=int(steps.max(initial=0)),
+                masked=float(compared.sum() / max(tokens.sum(), 1)),
+                tokens=_unique_tokens(buffer, records),
+                partials=int(records[records[:, lo.PARTIAL] >= 0, lo.NUM_ROWS].sum()),
+            )
+        )
+    return loads
+
+
+def _host(plan: TreePlan) -> HostView:
+    if plan.host is None:
+        raise ValueError("this plan has passed through jax.jit, which keeps only its buffer: model the plan you made")
+    return plan.host
 
 
 def _nearest(shapes: ShapeTable, tile: lo.TileClass) -> int:

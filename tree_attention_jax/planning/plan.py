@@ -17,6 +17,7 @@ from tree_attention_jax.planning.lowering import lower
 from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import profile_for
 from tree_attention_jax.planning.strategies import STRATEGIES
+from tree_attention_jax.planning.tiling import Tiling
 from tree_attention_jax.topology import TokenTree
 
 __all__ = ["TreePlan", "plan_tree"]
@@ -84,7 +85,7 @@ class TreePlan:
         shape = self.shape
         return Buckets(
             queries=shape.row_capacity,
-            items=max((launch.capacity for launch in shape.launches), default=None),
+            items=tuple(launch.capacity for launch in shape.launches) or None,
             partials=shape.partial_rows or None,
             buffer=shape.buffer_size,
         )
@@ -170,7 +171,11 @@ def plan_tree(
     )
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}: it must be one of {', '.join(map(repr, STRATEGIES))}")
-    tiling = STRATEGIES[strategy](problem, **strategy_options)
+    return plan_of(problem, STRATEGIES[strategy](problem, **strategy_options), strategy, buckets)
+
+
+def plan_of(problem: Problem, tiling: Tiling, strategy: str = "", buckets: Buckets | None = None) -> TreePlan:
+    """The plan that runs a tiling."""
     packed = packing.pack(problem, lower(problem, tiling), buckets or Buckets())
     _, indices = problem.pages
     host = HostView(
@@ -182,7 +187,7 @@ def plan_tree(
         problem=problem,
         buffer=packed.buffer,
     )
-    return TreePlan(jax.device_put(packed.buffer), packed.shape, horizon, sliding_window, host)
+    return TreePlan(jax.device_put(packed.buffer), packed.shape, problem.horizon, problem.sliding_window, host)
 
 
 def make_problem(

@@ -22,6 +22,7 @@ class TileCost:
         mixed_step_us: the same in a program that can also mask, which needs more registers.
         masked_step_us: the same where every token's row interval is compared.
         latency_us: time one program needs for a step when the SM is otherwise idle.
+        mixed_latency_us, masked_latency_us: the same of the other two kinds of step.
     """
 
     rows: int
@@ -33,6 +34,8 @@ class TileCost:
     mixed_step_us: float
     masked_step_us: float
     latency_us: float
+    mixed_latency_us: float
+    masked_latency_us: float
 
 
 @dataclass(frozen=True, eq=False)  # compared, and hashed, by identity: there is one of each
@@ -41,9 +44,10 @@ class GpuProfile:
 
     Attributes:
         name: as in ``jax.Device.device_kind``, or "generic".
-        source: "measured" (by ``benchmarks/calibrate.py``, with versions and date) or "scaled" (from datasheets).
+        source: "fitted" (by ``benchmarks/fit.py`` to measured launches, with versions and date) or "scaled" (from
+            datasheets).
         num_sms: streaming multiprocessors.
-        bytes_per_us: device memory rate that the kernels reach.
+        bytes_per_us: rate at which the kernels read device memory.
         l2_bytes_per_us: rate at which many programs read K/V that others have read: the L2.
         partial_bytes_per_us: rate at which partials are written, and read again by the reduction.
         launch_us: time that one more launch costs, beside its work.
@@ -93,5 +97,5 @@ def _nearest(name: str) -> GpuProfile:
         if known != "generic" and known.split()[-1].lower() in name.lower():
             return profile
     if name != "generic":
-        _log.debug("no profile for GPU %r: planning with the generic one; benchmarks/calibrate.py writes one", name)
+        _log.debug("no profile for GPU %r: planning with the generic one; benchmarks/fit.py writes one", name)
     return profiles["generic"]

@@ -13,16 +13,19 @@ from pallas_kernels.layout import TileClass
 from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import TileCost
 
+# Of a matrix instruction that four warps share.
+WIDE_ROWS = 64
 # Bytes of one token's K and V that the profile's tiles were measured with.
 PROFILE_TOKEN_BYTES = 512
 # Shared memory that the K and V stages of one program may take anyhow: two programs fit on an SM.
 MAX_STAGE_BYTES = 100_000
-SHARED_BYTES_PER_SM = 227 * 1024
-SCRATCH_BYTES = 4096
+SHARED_BYTES_PER_SM = 228 * 1024
+# Of each program: a kilobyte that the driver keeps, and what reductions and the softmax pass between threads.
+SCRATCH_BYTES = 2048
 REGISTERS_PER_SM = 65536
 MAX_REGISTERS = 255
-# Registers a thread needs beside its accumulator: query rows, logits, addresses. Seen in how many programs run at once.
-OTHER_REGISTERS = 190
+# Registers a thread needs beside its accumulator: query rows, logits, addresses.
+OTHER_REGISTERS = 176
 # Bytes of float32 accumulator a thread can hold before it spills.
 MAX_ACCUMULATOR_BYTES = 512
 
@@ -53,15 +56,26 @@ def fitted(heads: Heads, cost: TileCost, unit: int) -> TileClass:
 def resident_programs(heads: Heads, tile: TileClass) -> int:
     """Programs of a tile class that an SM runs at once: what shared memory and registers leave room for.
 
-    A launch starts as many, and they share its items: fewer would leave SMs idle, and a few more would run after the
-    others, alone.
+    Read off kernels that ptxas compiled for an H200 (docs/performance.md).
     """
-    token_bytes = (_padded(heads.head_dim) + _padded(heads.v_head_dim)) * heads.itemsize
-    # Triton keeps one stage less than it pipelines in shared memory.
-    shared = SHARED_BYTES_PER_SM // (token_bytes * tile.block_kv * (tile.stages - 1) + SCRATCH_BYTES)
-    accumulator = tile.rows * _padded(heads.v_head_dim) // (32 * tile.warps)
-    registers = REGISTERS_PER_SM // (32 * tile.warps * min(accumulator + OTHER_REGISTERS, MAX_REGISTERS))
-    return max(1, min(shared, registers))
+    key_width, value_width = _padded(heads.head_dim), _padded(heads.v_head_dim)
+    token_bytes = (key_width + value_width) * heads.itemsize
+    used = token_bytes * tile.block_kv * _stage_buffers(tile) + tile.rows * key_width * heads.itemsize + SCRATCH_BYTES
+    if 16 * tile.warps > tile.rows:  # warps share rows, so the weights pass through shared memory
+        used += tile.rows * tile.block_kv * heads.itemsize
+    accumulator = tile.rows * value_width // (32 * tile.warps)
+    registers = REGISTERS_PER_SM // (32 * tile.warps * min(accumulator + OTHER_REGISTERS, MAX_REGISTERS + 1))
+    return max(1, min(SHARED_BYTES_PER_SM // used, registers))
+
+
+def _stage_buffers(tile: TileClass) -> int:
+    """Copies of a step's K and V that Triton's pipeline keeps in shared memory.
+
+    Fewer where a step has fewer tokens than the program threads: loading the slots takes stages of its own then.
+    """
+    if tile.block_kv >= 32 * tile.warps:
+        return max(1, tile.stages - 1)
+    return max(1, (tile.stages - 1) // 2) + (tile.rows >= 64)
 
 
 def _padded(width: int) -> int:
@@ -78,7 +92,7 @@ def standard_tiles(problem: Problem) -> tuple[TileClass, ...]:
     layout = problem.layout
     most = int((layout.row_end - layout.row_begin).max(initial=1)) * problem.heads.group
     narrow = [cost for cost in costs if cost.rows == costs[0].rows][:2]
-    wide = [cost for cost in costs if cost.rows > costs[0].rows]
+    wide = [cost for cost in costs if cost.rows >= WIDE_ROWS]
     wide = [cost for cost in wide if cost.rows <= max(most, wide[0].rows)][-1:]
     return tuple(dict.fromkeys(fitted(problem.heads, cost, unit) for cost in [*narrow, *wide]))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tree_attention_jax.planning.cost import ShapeTable, launch_time
+from tree_attention_jax.planning.cost import ShapeTable, launch_time, mean_latency_us
 from tree_attention_jax.planning.problem import Problem
 
 MIN_TOKENS = 64
@@ -73,7 +73,7 @@ def price(
     more, written = _splits(blocks, launch, length, reduced)
     most = np.ceil(np.minimum(length, longest) / shapes.block_kv)
     time = launch_time(profile, shapes, steps, items + more, most, memory, can_mask, masked)
-    worth = most[0] * shapes.latency_us > SHORT_TAIL * time[0]
+    worth = most[0] * mean_latency_us(shapes, can_mask, masked) > SHORT_TAIL * time[0]
     time[1:] += written[1:] * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
     time[1:] += np.where(reduced, 0.0, profile.launch_us)
     time[1:][~(worth & (length[1:] >= shapes.block_kv) & (length[1:] < longest))] = np.inf

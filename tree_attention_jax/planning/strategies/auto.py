@@ -45,6 +45,9 @@ from tree_attention_jax.planning.tiling import Tiling
 LONGER_THAN_THOUGHT = 1.1
 # Joined segments are long: the short steps that nodes of 16 tokens want gain nothing, but would be one more program.
 SHORTEST_STEP = 32
+# Plain items run apart from masked ones where that gains so many times as much as their launch costs: if it gained
+# little, a growing tree would meet both kinds of plan all the time.
+SPLIT = 2.0
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
 
@@ -158,12 +161,12 @@ def _launch_keys(
 ) -> np.ndarray:
     """``key`` * 2 + can_mask: masked and plain items run as launches of their own, as a mask costs registers and time.
 
-    Unless that is less than the launch of the plain ones would cost.
+    Unless that is not much more than the launch of the plain ones would cost.
     """
     shape = key % len(shapes.tiles)
     costs_us = (shapes.programs * (shapes.mixed_token_us - shapes.token_us))[shape] * walked
     has_masked = np.bincount(key, weights=can_mask) > 0
-    cheap = np.bincount(key, weights=np.where(can_mask, 0, costs_us)) < problem.profile.launch_us
+    cheap = np.bincount(key, weights=np.where(can_mask, 0, costs_us)) < SPLIT * problem.profile.launch_us
     return key * 2 + (can_mask | (has_masked & cheap)[key])
 
 

@@ -1,0 +1,152 @@
+"""Plans beside the one that ``auto`` picks, all measured: what the cost model is fitted to, and what it misses.
+
+    python -m benchmarks.alternatives --json
+
+For every cell of FastTree's suite (but trees that are nearly the same): ``auto``'s plan, its plans where it may use one
+tile shape only, and its plans where partials cost a quarter or four times as much. ``benchmarks/fit.py`` reads the
+result. The table shows where another plan than the chosen one was the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import tree_attention_jax as ta
+from benchmarks import harness
+from benchmarks.suites import Cell, cells
+from tree_attention_jax.planning.model import launch_loads
+from tree_attention_jax.planning.plan import make_problem, plan_of
+from tree_attention_jax.planning.profile import GpuProfile
+from tree_attention_jax.planning.strategies.auto import auto
+
+RESULT = Path(__file__).parent / "results" / "h200_alternatives.json"
+PAGE_SIZE = 16
+# The others differ from these in one level.
+TREES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11)
+# No use in measuring what should take so many times as long as the choice.
+HOPELESS = 1.7
+
+
+@dataclass(frozen=True)
+class Alternative:
+    cell: Cell
+    name: str
+    plan: ta.TreePlan
+    modelled_us: float
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, nargs="?", const=RESULT)
+    args = parser.parse_args(argv)
+    suite = list(cells("fasttree"))
+    names = list(dict.fromkeys(cell.name for cell in suite))
+    chosen = [cell for cell in suite if names.index(cell.name) in TREES]
+    found = [one for cell in chosen for one in alternatives(cell)]
+    report: dict[str, Any] = {"environment": harness.environment(), "launches": [], "reductions": []}
+    with ThreadPoolExecutor(16) as pool:
+        jobs = [pool.submit(_compile, one) for one in found]
+        cell, times = None, {}
+        for one, job in zip(found, jobs):
+            call, layers = job.result()
+            if one.cell is not cell:
+                _show(cell, times)
+                cell, times = one.cell, {}
+                data = harness.make_data(cell.tree(), cell.heads, layers=layers)
+            kernels = harness.kernel_times(call, (data.q, data.k, data.v, one.plan), layers, 5)
+            times[one.name] = sum(kernels.values()), one.modelled_us
+            _record(report, one, kernels)
+        _show(cell, times)
+    if args.json:
+        args.json.write_text(_lines(report))
+    return 0
+
+
+def alternatives(cell: Cell, gpu: str | None = None) -> Iterator[Alternative]:
+    """Different plans of a cell, the chosen one first."""
+    problem = make_problem(cell.tree(), PAGE_SIZE, *cell.heads, cell.head_dim, gpu=gpu)
+    seen, chosen_us = set(), None
+    for name, profile in _profiles(problem.profile):
+        plan = plan_of(problem, auto(replace(problem, profile=profile)))
+        assert plan.host is not None
+        key = (tuple(launch.tile for launch in plan.shape.launches), plan.host.num_items, plan.host.num_partials)
+        modelled_us = ta.planning.modelled_time(plan)
+        chosen_us = chosen_us or modelled_us
+        if key not in seen and modelled_us < HOPELESS * chosen_us:
+            seen.add(key)
+            yield Alternative(cell, name, plan, modelled_us)
+
+
+def _profiles(profile: GpuProfile) -> Iterator[tuple[str, GpuProfile]]:
+    yield "auto", profile
+    yield "cheap partials", replace(profile, partial_bytes_per_us=4 * profile.partial_bytes_per_us)
+    yield "dear partials", replace(profile, partial_bytes_per_us=profile.partial_bytes_per_us / 4)
+    for tile in profile.tiles:
+        if tile.block_kv >= 32:
+            yield f"r{tile.rows}k{tile.block_kv}w{tile.warps}", replace(profile, tiles=(tile,))
+
+
+def _compile(one: Alternative) -> tuple[Any, int]:
+    cell, tree = one.cell, one.cell.tree()
+    pool = (int(tree.page_table(PAGE_SIZE)[1].max()) + 1, PAGE_SIZE, cell.num_kv_heads, cell.head_dim)
+    layers = min(harness.layers_for(pool, jnp.bfloat16), 16)
+    kv = [jax.ShapeDtypeStruct(pool, jnp.bfloat16)] * layers
+    q = jax.ShapeDtypeStruct((tree.num_queries, cell.num_q_heads, cell.head_dim), jnp.bfloat16)
+    return harness.over_layers(ta.tree_attention).lower(q, kv, kv, one.plan).compile(), layers
+
+
+def _record(report: dict[str, Any], one: Alternative, kernels: dict[str, float]) -> None:
+    plan = one.plan
+    assert plan.host is not None
+    for launch, load in zip(plan.shape.launches, launch_loads(plan)):
+        tile = launch.tile
+        us = next(us for name, us in kernels.items() if name.endswith(f"tree_partial_{tile.name()}"))
+        report["launches"].append(
+            {
+                "tree": one.cell.name,
+                "heads": list(one.cell.heads),
+                "variant": one.name,
+                "tile": [tile.rows, tile.block_kv, tile.warps, tile.stages],
+                "can_mask": tile.masked,
+                "us": round(us, 3),
+                **asdict(load),
+            }
+        )
+    for name, us in kernels.items():
+        if "reduce" in name:
+            counts = {"partials": plan.host.num_partials, "queries": plan.host.num_queries}
+            row = {"heads": list(one.cell.heads), "us": round(us, 3), **counts, "block": plan.shape.reduce_block}
+            report["reductions"].append(row)
+
+
+def _show(cell: Cell | None, times: dict[str, tuple[float, float]]) -> None:
+    if cell is not None:
+        best = min(times, key=lambda name: times[name][0])
+        (us, modelled), (best_us, best_modelled) = times["auto"], times[best]
+        better = "" if best == "auto" else f"; {best} {best_us:.1f} us (modelled {best_modelled:.1f})"
+        print(f"{cell.label:60s} {us:7.1f} us (modelled {modelled:.1f}){better}", flush=True)
+
+
+def _lines(report: dict[str, Any]) -> str:
+    """JSON with a line a row."""
+    parts = []
+    for name, value in report.items():
+        text = json.dumps(value)
+        if isinstance(value, list):
+            text = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
+        parts.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

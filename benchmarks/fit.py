@@ -1,0 +1,162 @@
+"""Fit the cost model's constants to measured launches, and write ``tree_attention_jax/planning/profiles/*.json``.
+
+    python -m benchmarks.fit            # show; --write: also write the profiles
+
+``benchmarks/calibrate.py`` measures each constant by itself, where it dominates; in real launches they act together,
+and programs of several kinds share an SM. So its numbers are where the fit begins, and what it stays near: least
+squares of the logarithms of the times in ``benchmarks/results/h200_alternatives.json``, robust against outliers, with a
+penalty for every constant that moves by more than about a quarter. GPUs that nobody has measured get the H200's
+constants scaled by the datasheets' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from tree_attention_jax.planning.cost import launch_time, shapes_for
+from tree_attention_jax.planning.plan import make_problem
+from tree_attention_jax.planning.profile import GpuProfile, TileCost
+from tree_attention_jax.topology import TokenTree
+
+RESULTS = Path(__file__).parent / "results"
+PROFILES = Path(__file__).parents[1] / "tree_attention_jax" / "planning" / "profiles"
+# Of the shapes that calibrate.py measures, those that some plan was fastest with. (rows, block_kv, warps, stages)
+SHAPES = [
+    (16, 16, 1, 2),
+    (16, 32, 1, 3),
+    (16, 64, 2, 3),
+    (16, 64, 4, 5),
+    (32, 64, 4, 5),
+    (64, 64, 4, 3),
+    (128, 32, 4, 5),
+    (128, 64, 4, 3),
+]
+# Where the fit begins: a masked step waits for the intervals too, before it can weigh what it loaded.
+MASKED_LATENCY = 1.5
+RATES = {"bytes_per_us": 4.3e6, "l2_bytes_per_us": 6.3e6}
+KNOWN: dict[str, Any] = {"name": "NVIDIA H200", "num_sms": 132, "partial_bytes_per_us": 3.7e6, "launch_us": 3.0}
+# Standard deviations, of logarithms: of a launch's time, and of how far a constant may be from where it begins.
+TIME_ERROR, CONSTANT_ERROR = 0.08, 0.25
+# From datasheets: SMs, device memory, L2 (both relative), and how much longer an SM takes for the same work.
+SCALED = {
+    "h100": ("NVIDIA H100", 132, 0.70, 0.95, 1.0),
+    "a100": ("NVIDIA A100", 108, 0.41, 0.63, 1.6),
+    "l4": ("NVIDIA L4", 58, 0.06, 0.24, 2.4),
+    "generic": ("generic", 108, 0.41, 0.63, 1.6),
+}
+# Of similar shapes one will do where nothing is measured: each more is more programs to compile as a tree grows.
+SCALED_SHAPES = [(16, 16, 1, 2), (16, 32, 1, 3), (16, 64, 4, 5), (64, 64, 4, 3), (128, 64, 4, 3)]
+COSTS = [field.name for field in fields(TileCost) if field.name.endswith("_us")]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args(argv)
+    tiles = json.loads((RESULTS / "h200_tiles.json").read_text())["tiles"]
+    measured = json.loads((RESULTS / "h200_alternatives.json").read_text())
+    begin, launches = first_guess(tiles, measured["environment"]), measured["launches"]
+    found = fit(begin, launches)
+    for profile, what in ((begin, "calibrated"), (found, "fitted")):
+        error = np.sqrt(np.mean(np.square(errors(profile, launches))))
+        print(f"{what}: {error:.3f} root mean square of log(modelled / measured), {len(launches)} launches")
+    for before, after in zip(begin.tiles, found.tiles):
+        changes = [f"{name[:-3]} {getattr(before, name):.3f} to {getattr(after, name):.3f}" for name in COSTS]
+        print(f"{after.rows} x {after.block_kv}, {after.warps} warps: {', '.join(changes)}")
+    if args.write:
+        _write("h200", found)
+        for file, (name, sms, memory, l2, slower) in SCALED.items():
+            _write(file, scaled(found, name, sms, memory, l2, slower))
+    return 0
+
+
+def first_guess(tiles: list[dict[str, Any]], environment: dict[str, str]) -> GpuProfile:
+    """A profile of calibrate.py's numbers."""
+    by_shape = {(tile["rows"], tile["block_kv"], tile["warps"], tile["stages"]): tile for tile in tiles}
+    costs = []
+    for shape in SHAPES:
+        tile = by_shape[shape]
+        latency = {"mixed_latency_us": tile["latency_us"], "masked_latency_us": MASKED_LATENCY * tile["latency_us"]}
+        costs.append(TileCost(**{**tile, **latency}))
+    source = f"fitted: benchmarks/fit.py, jax {environment['jax']}, {environment['date']}"
+    return GpuProfile(**KNOWN, **RATES, source=source, tiles=tuple(costs))
+
+
+def fit(begin: GpuProfile, launches: list[dict[str, Any]]) -> GpuProfile:
+    start = np.log([*(getattr(begin, rate) for rate in RATES), *(getattr(t, c) for t in begin.tiles for c in COSTS)])
+
+    def profile_of(logs: np.ndarray) -> GpuProfile:
+        rates, costs = np.exp(logs[: len(RATES)]), np.exp(logs[len(RATES) :]).reshape(-1, len(COSTS))
+        tiles = [replace(tile, **dict(zip(COSTS, row.tolist()))) for tile, row in zip(begin.tiles, costs)]
+        return replace(begin, **dict(zip(RATES, rates.tolist())), tiles=tuple(tiles))
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        return np.concatenate([errors(profile_of(logs), launches) / TIME_ERROR, (logs - start) / CONSTANT_ERROR])
+
+    found = profile_of(least_squares(residuals, start, loss="soft_l1").x)
+    tiles = [replace(tile, **{name: round(getattr(tile, name), 3) for name in COSTS}) for tile in found.tiles]
+    return replace(found, **{rate: round(getattr(found, rate), -4) for rate in RATES}, tiles=tuple(tiles))
+
+
+def errors(profile: GpuProfile, launches: list[dict[str, Any]]) -> np.ndarray:
+    """log(modelled / measured) of each launch."""
+    out = np.empty(len(launches))
+    of_heads: dict[tuple[int, int], list[int]] = {}
+    for index, row in enumerate(launches):
+        of_heads.setdefault(tuple(row["heads"]), []).append(index)
+    for heads, indices in of_heads.items():
+        problem = make_problem(TokenTree([-1], [1]), 16, *heads, 128, gpu="NVIDIA H200")
+        problem = replace(problem, profile=profile)
+        shapes = shapes_for(problem)
+        place = {(t.rows, t.block_kv, t.warps, t.stages): i for i, t in enumerate(shapes.tiles)}
+        rows = [launches[i] for i in indices]
+
+        def column(name: str, rows: list[dict[str, Any]] = rows) -> np.ndarray:
+            return np.array([row[name] for row in rows], np.float64)
+
+        cost = shapes.take(np.array([place[tuple(row["tile"])] for row in rows]))
+        memory = column("tokens") * problem.heads.token_bytes / profile.bytes_per_us
+        can_mask = column("can_mask") > 0
+        us = launch_time(
+            profile, cost, column("steps"), column("items"), column("longest"), memory, can_mask, column("masked")
+        )
+        # The model prices a partial once, with the reduction: half of that is this launch writing it.
+        us += column("partials") * problem.heads.partial_bytes / 2 / profile.partial_bytes_per_us
+        out[indices] = np.log(us / column("us"))
+    return out
+
+
+def scaled(profile: GpuProfile, name: str, sms: int, memory: float, l2: float, slower: float) -> GpuProfile:
+    """Another GPU's, by ratios; latencies are taken to be the same."""
+    work = [cost for cost in COSTS if "latency" not in cost]
+    tiles = [
+        replace(tile, **{c: round(getattr(tile, c) * slower, 3) for c in work})
+        for tile in profile.tiles
+        if (tile.rows, tile.block_kv, tile.warps, tile.stages) in SCALED_SHAPES
+    ]
+    return replace(
+        profile,
+        name=name,
+        source="scaled: H200 by the datasheets' bandwidth and matrix rate",
+        num_sms=sms,
+        bytes_per_us=round(profile.bytes_per_us * memory, -4),
+        l2_bytes_per_us=round(profile.l2_bytes_per_us * l2, -4),
+        partial_bytes_per_us=round(profile.partial_bytes_per_us * memory, -4),
+        tiles=tuple(tiles),
+    )
+
+
+def _write(file: str, profile: GpuProfile) -> None:
+    (PROFILES / f"{file}.json").write_text(json.dumps(asdict(profile), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
