@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 
 # Capacities at level 0; each level has GROWTH times as much of everything.
 GROWTH = 4
-SMALLEST = {"queries": 64, "items": 32, "partials": 256, "buffer": 16_384}
+SMALLEST = {"queries": 64, "items": 32, "partials": 256, "buffer": 4096}
 # Launches of a plan that may each have room of their own.
 FEW_LAUNCHES = 2
 # Which is for so many queries at least, or for more programs than cost anything; then for GROWTH times as many, ...
