@@ -2,9 +2,9 @@
 
     python -m benchmarks.implementations --json
 
-*Shared*: 1,024 queries over one node of 2,048 tokens, all of the FLOP in wide tiles, beside what JAX's own Mosaic kernel
-(``attention_mgpu``) takes for the same matrix products. *Long* and *short*: sequences that share nothing, in narrow tiles.
-Then the cells of FastTree's suite whose best plan has a launch of wide plain tiles.
+*Shared*: 1,024 queries over one node of 2,048 tokens, all of the FLOP in wide tiles, beside what JAX's own Mosaic
+kernel (``attention_mgpu``) takes for the same matrix products. *Long* and *short*: sequences that share nothing, in
+narrow tiles. Then the cells of FastTree's suite whose best plan has a launch of wide plain tiles.
 """
 
 from __future__ import annotations
