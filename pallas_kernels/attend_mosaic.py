@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import custom_batching
+from jax import custom_batching, lax
 
 from pallas_kernels import layout as lo
 from pallas_kernels import partial_mosaic, reduce_mosaic
@@ -27,17 +28,25 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Output and LSE of every row of ``q``. Arguments as in :func:`pallas_kernels.partial_xla.partial_attention`.
 
-    Under ``vmap`` the calls run one after another: Mosaic kernels with scratch have no rule of their own.
-
     Raises:
         NotImplementedError: as :func:`pallas_kernels.partial_mosaic.check`.
     """
+    call = functools.partial(launch_all, shape=shape, options=options)
+    return one_after_another(call, q, k, v, buffer, per_head)
+
+
+def one_after_another(launch: Callable[..., Any], *arguments: jax.Array | None) -> Any:
+    """``launch(*arguments)``, a call at a time under ``vmap``: Mosaic kernels with scratch have no rule for it."""
+    given = [i for i, x in enumerate(arguments) if x is not None]
 
     @custom_batching.sequential_vmap
-    def call(q, k, v, buffer, *per_head):
-        return launch_all(q, k, v, buffer, *(per_head or (None,)), shape=shape, options=options)
+    def call(*arrays):
+        all_of_them: list[Any] = [None] * len(arguments)
+        for i, array in zip(given, arrays):
+            all_of_them[i] = array
+        return launch(*all_of_them)
 
-    return call(q, k, v, buffer, *(() if per_head is None else (per_head,)))
+    return call(*(arguments[i] for i in given))
 
 
 def launch_all(
@@ -58,6 +67,9 @@ def launch_all(
     """
     if q.shape[0] == 0:
         return jnp.zeros((0, shape.num_q_heads, shape.v_head_dim), q.dtype), jnp.zeros((0, shape.num_q_heads))
+    if len(shape.launches) > 1:
+        q, k, v, per_head = keep_apart((q, k, v, per_head))
+    buffer = keep_apart(buffer)
     outputs = None
     for index in range(len(shape.launches)):
         outputs = partial_mosaic.partial_attention(
@@ -66,4 +78,14 @@ def launch_all(
     assert outputs is not None
     if shape.partial_rows:
         outputs = reduce_mosaic.reduce_partials(buffer, outputs, shape=shape, interpret=interpret)
-    return outputs.out, outputs.lse[..., 0]
+    return keep_apart((outputs.out, outputs.lse[..., 0]))
+
+
+def keep_apart(arrays: Any) -> Any:
+    """Keep XLA from fusing slices, before or after, into a call that continues what others have written.
+
+    XLA's dynamic slice fusion (on since jax 0.11) draws slices that a Mosaic call reads, and updates of slices that
+    take its results, into one operation with it, as loops over layers or over a batch have them. That operation
+    forgets which results are aliased to which operands: what earlier launches have written would be lost.
+    """
+    return lax.optimization_barrier(arrays)

@@ -21,10 +21,12 @@ from pallas_kernels.logits import base2_logits, inside_window
 from pallas_kernels.mosaic_geometry import WARPGROUP_ROWS, Geometry
 from pallas_kernels.mosaic_load import Shared
 from pallas_kernels.mosaic_products import Products
+from pallas_kernels.mosaic_rows import read_rows
 from pallas_kernels.mosaic_store import Outputs, pad, store
 from pallas_kernels.mosaic_tokens import (
     Entries,
     all_filled,
+    next_all_filled,
     positions,
     read_entries,
     seen_by,
@@ -68,6 +70,7 @@ def consume(
     # The scale moves into exp2's argument, one fused multiply-add, unless something non-linear comes between.
     folded = options.logits_soft_cap is None and not options.alibi and options.scale > 0
     factor = options.scale * LOG2E if folded else 1.0
+    common: Any = {"folded": folded, "factor": factor, "geo": geo, "options": options, "products": products}
 
     def one(turn: Scalar, work: Work, step: Scalar) -> Scalar:
         del turn
@@ -82,19 +85,25 @@ def consume(
         for masked in (False, True) if masked_too else (False,):
 
             def attend(i: Scalar, carry: Any, masked: bool = masked) -> Any:
-                left = work.entries(masked)[1] - i * geo.entries
-                step, *softmax = carry
-                softmax = _step(
-                    shared, warpgroup, step, left, rows, tuple(softmax), masked, folded, factor, geo, options, products
-                )
-                return (step + 1, *softmax)
+                begin, count = work.entries(masked)
+                size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
+                listed = begin + i * geo.entries * size, count - i * geo.entries
+                step, full, *softmax = carry
+                take: Any = functools.partial(_step, shared, warpgroup, step, listed, rows, masked, **common)
+                if geo.looks_ahead:
+                    taken = lax.cond(full, functools.partial(take, True), functools.partial(take, False), *softmax)
+                else:
+                    taken = take(False, *softmax)
+                return (step + 1, *taken)
 
-            step, *carry = lax.fori_loop(0, work.blocks(masked, geo), attend, (step, *carry))
+            # Nothing is known of an item's first step.
+            start = (step, jnp.bool_(False), *carry)
+            step, _, *carry = lax.fori_loop(0, work.blocks(masked, geo), attend, start)
         _meet(shared, geo, warpgroup == 0)
         out, peak, total = carry
         some = jnp.where(total == 0, 1.0, total)
         lse2 = jnp.where(total == 0, -jnp.inf, peak * factor + jnp.log2(some))
-        out = out / lax.broadcast_in_dim(some, out.shape, [0])
+        out = out * _spread(1.0 / some, out)
         store(out, lse2, buffer_ref, outputs, shared, work, warpgroup, shape=shape, geo=geo)
         return step
 
@@ -107,9 +116,10 @@ def consume(
 def _take_queries(shared: Shared, warpgroup: Scalar, geo: Geometry) -> None:
     """Move this warpgroup's query rows to where, and into the order in which, the matrix units read them."""
     plgpu.barrier_wait(shared.raw_full)
-    load: Any = plgpu.load  # whose signature is another in older versions
-    rows = load(shared.raw.at[warpgroup], optimized=False)
-    shared.queries[warpgroup] = plgpu.layout_cast(rows, plgpu.Layout.WGMMA)
+    rows = read_rows(shared.raw.at[warpgroup], geo)
+    if geo.queries_staged:  # the last pass's outputs leave from the same memory
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    shared.queries[warpgroup] = rows
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.raw_free)
 
@@ -139,14 +149,24 @@ def _rows(buffer_ref, per_head_ref, work, warpgroup, masked_too, shape, geo, opt
     return Rows(work.row + n if masked_too else None, position, slope, key_factor)
 
 
-def _step(shared, warpgroup, step, left, rows, carry, masked, folded, factor, geo, options, products):
-    out, peak, total = carry
+def _step(
+    shared, warpgroup, step, listed, rows, masked, full, out, peak, total, *, folded, factor, geo, options, products
+):
+    """One step: whether the next one is known to be full, and output, peak and total of the softmax.
+
+    ``full``: this one is known to be. If it is not, it looks, and the code for both cases is there.
+    """
     stage = rem(step, geo.stages)
     plgpu.barrier_wait(shared.keys_full.at[stage])
-    entries = read_entries(shared.meta, stage, left, masked, geo)
-    full = all_filled(entries, geo)
-    meet = functools.partial(_meet, shared, geo)
-    logits = products.scores(shared.queries.at[warpgroup], shared.keys.at[stage], meet)
+    first, left = listed
+    next_full = next_all_filled(shared.meta, stage, first, left, geo) if geo.looks_ahead else jnp.bool_(False)
+    entries: Any = None
+    if not full or options.uses_positions:
+        entries = read_entries(shared.meta, stage, first, left, masked, geo)
+    if not full:
+        full = all_filled(entries, geo)
+    queries = shared.queries.at[warpgroup]
+    logits = products.scores(queries, shared.keys.at[stage], functools.partial(_meet, shared, geo))
     plgpu.barrier_arrive(shared.keys_free.at[stage])
 
     if options.scaled_keys:
@@ -159,17 +179,17 @@ def _step(shared, warpgroup, step, left, rows, carry, masked, folded, factor, ge
     shrink = jnp.exp2(peak * factor - base)
     total = total * shrink + weight.sum(axis=1)
     out = out * _spread(shrink, out)
-
+    # In this order, as in JAX's own attention kernel.
+    out, total, new_peak, weight = lax.optimization_barrier((out, total, new_peak, weight.astype(shared.values.dtype)))
+    _give_turn(shared, geo)
     plgpu.barrier_wait(shared.values_full.at[stage])
-    meet()
+    _take_turn(shared, geo)
 
-    @pl.when(jnp.logical_not(full))
-    def _():
-        _clean(shared, warpgroup, stage, entries, geo)
-
-    out = products.accumulate(out, weight.astype(shared.values.dtype), shared.values.at[stage])
+    if full is not True:
+        pl.when(jnp.logical_not(full))(lambda: _clean(shared, warpgroup, stage, entries, geo))
+    out = products.accumulate(out, weight, shared.values.at[stage])
     plgpu.barrier_arrive(shared.values_free.at[stage])
-    return out, new_peak, total
+    return next_full, out, new_peak, total
 
 
 def _meet(shared: Shared, geo: Geometry, really: Any = True) -> None:
@@ -179,14 +199,23 @@ def _meet(shared: Shared, geo: Geometry, really: Any = True) -> None:
     more before its first step, and the first one after its last: so one computes a softmax while the other has the
     matrix units, as in FlashAttention-3.
     """
-    if geo.consumers == 1:
-        return
 
     def meet() -> None:
-        plgpu.barrier_arrive(shared.turn)
-        plgpu.barrier_wait(shared.turn)
+        _give_turn(shared, geo)
+        _take_turn(shared, geo)
 
-    meet() if really is True else pl.when(really)(meet)
+    if geo.consumers > 1:
+        meet() if really is True else pl.when(really)(meet)
+
+
+def _give_turn(shared: Shared, geo: Geometry) -> None:
+    if geo.consumers > 1:
+        plgpu.barrier_arrive(shared.turn)
+
+
+def _take_turn(shared: Shared, geo: Geometry) -> None:
+    if geo.consumers > 1:
+        plgpu.barrier_wait(shared.turn)
 
 
 def _spread(rows: jax.Array, like: jax.Array) -> jax.Array:
@@ -219,7 +248,7 @@ def _masked(logits, rows: Rows, entries: Entries, full, masked, folded, geo, opt
     def as_they_are(logits: jax.Array) -> jax.Array:
         return logits if folded else base2_logits(logits, options)
 
-    return lax.cond(full, as_they_are, one_by_one, logits)
+    return as_they_are(logits) if full is True else lax.cond(full, as_they_are, one_by_one, logits)
 
 
 def _clean(shared: Shared, warpgroup: Scalar, stage: Scalar, entries: Entries, geo: Geometry) -> None:

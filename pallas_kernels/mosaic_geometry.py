@@ -18,11 +18,17 @@ WARPGROUP_ROWS = 64
 WIDTHS = (64, 128, 256)
 # Tiles in shared memory have 8 rows, so that a shorter entry comes with its neighbours.
 SMALLEST_COPY = 8
-# Words of an entry list that one copy brings: enough for a block of 128 tokens in masked entries of 8.
+# Words of an entry list that one copy brings: enough for 128 tokens in plain entries of 8, or 64 in masked ones, and
+# for up to 3 words before them (`META_ALIGN`).
 META_WORDS = 64
-# Bulk copies begin at multiples of 128 bytes of shared memory: so an output leaves in rows of that many bytes.
+# Copies read from multiples of 16 bytes of global memory, or die of an illegal instruction: from so many words.
+META_ALIGN = 4
+# Bulk copies begin at multiples of so many bytes of shared memory: so an LSE is several numbers.
 COPY_BYTES = 128
-# Addresses read together before the copies that need them: a read from global memory takes as long as many copies.
+# Bytes of a row of the outputs that wait in shared memory for their copies: more would not fit beside two consumers.
+STAGED_BYTES = 256
+# Boxes whose places are read together, and which one copy moves where they lie side by side: a read from global memory
+# takes as long as many copies.
 BATCH = 8
 # Shared memory of a Hopper SM that a program may have, less alignment, barriers and the reductions' scratch.
 SHARED_BYTES = 227 * 1024 - 2048 - 4096
@@ -43,6 +49,8 @@ class Geometry:
         head_tiles: passes that the heads of a group take.
         lse_copies: see :func:`lse_copies`.
         box: rows that one copy of queries or outputs moves: heads of one query, side by side in memory.
+        live_boxes: how many of a warpgroup's boxes an item can fill, rounded up to a power of two.
+        queries_staged: outputs wait for their copies in the memory of the queries, which no one reads any more then.
         block: tokens a step; ``stages``: steps in flight.
         unit: slots that an entry is copied with, at least 8; ``entries``: entries a step.
         simulated: for the simulator.
@@ -56,6 +64,8 @@ class Geometry:
     head_tiles: int
     lse_copies: int
     box: int
+    live_boxes: int
+    queries_staged: bool
     block: int
     stages: int
     unit: int
@@ -67,20 +77,29 @@ class Geometry:
 
     @property
     def boxes(self) -> int:
-        """Copies that move the rows of one warpgroup."""
+        """Boxes of the rows of one warpgroup."""
         return WARPGROUP_ROWS // self.box
+
+    @property
+    def joined(self) -> bool:
+        """Whether boxes side by side in shared memory are those of one query after another."""
+        return self.heads == self.box and self.boxes > 1
 
     @property
     def batch(self) -> int:
         """Boxes that are handled at a time, unrolled. The simulator compiles what is unrolled, so there it is as few as
-        show what is to be seen: boxes of one head may be joined."""
-        if self.simulated:
-            return 2 if self.heads == 1 else 1
-        return min(BATCH, self.boxes)
+        show what is to be seen: boxes may be joined."""
+        return min(2 if self.simulated else BATCH, self.live_boxes)
 
     @property
     def entries(self) -> int:
         return self.block // self.unit
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a step finds out if the next one needs a mask: then full steps are one stretch of code, without a
+        branch between their products. Only long steps gain by it, and what lies beside the keys must tell."""
+        return self.block > WARPGROUP_ROWS and META_ALIGN - 1 + 2 * self.entries * lo.PLAIN_SIZE <= META_WORDS
 
     @property
     def works(self) -> int:
@@ -107,6 +126,8 @@ def geometry(shape: lo.WorkShape, tile: lo.TileClass, simulated: bool = False) -
     heads = min(group, rows)
     queries = rows // heads
     box = math.gcd(heads, group, WARPGROUP_ROWS)
+    # Where there is no room for more; only where a warpgroup's part of it is the same memory whatever it holds.
+    queries_staged = consumers > 1 and 2 * shape.head_dim == 2 * shape.v_head_dim == STAGED_BYTES
     return Geometry(
         consumers=consumers,
         group=group,
@@ -116,8 +137,10 @@ def geometry(shape: lo.WorkShape, tile: lo.TileClass, simulated: bool = False) -
         head_tiles=-(-group // heads),
         lse_copies=lse_copies(shape),
         box=box,
+        live_boxes=1 << (-(-min(tile.queries_per_tile(group) * heads, WARPGROUP_ROWS) // box) - 1).bit_length(),
+        queries_staged=queries_staged and not simulated,
         block=block,
-        stages=SIMULATED_STAGES if simulated else _stages(shape, rows, block),
+        stages=SIMULATED_STAGES if simulated else _stages(shape, rows, block, queries_staged),
         unit=max(tile.unit, SMALLEST_COPY),
         simulated=simulated,
     )
@@ -131,9 +154,10 @@ def lse_copies(shape: lo.WorkShape) -> int:
     return COPY_BYTES // 4 // math.gcd(shape.group, 4)
 
 
-def _stages(shape: lo.WorkShape, rows: int, block: int) -> int:
+def _stages(shape: lo.WorkShape, rows: int, block: int, queries_staged: bool) -> int:
     """As many steps in flight as shared memory holds beside queries (as loaded, and as multiplied) and outputs."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
-    fixed = rows * (2 * shape.head_dim * itemsize + COPY_BYTES)
+    staged = 0 if queries_staged else STAGED_BYTES
+    fixed = rows * (2 * shape.head_dim * itemsize + staged + 4 * lse_copies(shape))
     stage = block * (shape.head_dim + shape.v_head_dim) * itemsize + META_WORDS * 4
     return min(MAX_STAGES, (SHARED_BYTES - fixed) // stage)

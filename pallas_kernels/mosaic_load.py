@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layout as lo
-from pallas_kernels.mosaic_geometry import COPY_BYTES, META_WORDS, WARPGROUP_ROWS, Geometry
+from pallas_kernels.mosaic_geometry import META_ALIGN, META_WORDS, WARPGROUP_ROWS, Geometry
 from pallas_kernels.mosaic_work import Scalar, Work, div, for_each_work, rem
 
 
@@ -23,11 +23,11 @@ class Shared(NamedTuple):
     """What a program keeps in shared memory, and the barriers over it.
 
     Attributes:
-        raw: [consumers, 64, D] query rows as they come, one query's heads after another's.
-        queries: the same, tiled and swizzled for the matrix units.
+        raw: [consumers, boxes, box, D] query rows as they come, one query's heads after another's.
+        queries: the same as [consumers, 64, D], tiled and swizzled for the matrix units.
         keys: [stages, block, D]; ``values``: [stages, block, Dv].
-        meta: int32 [stages, META_WORDS], the entries of each step.
-        staged: what is on its way out: :class:`Staged`.
+        meta: int32 [stages, META_WORDS], the entries of each step, from the last multiple of META_ALIGN words on.
+        staged: what is on its way out: :class:`Staged`; ``lse``: float32 [consumers, boxes, box, lse_copies].
         raw_full, raw_free: the query rows have come; have been read.
         keys_full, values_full: a step's tokens have come; ``keys_free``, ``values_free``: no one needs them any more.
         clean: the slots of a step that hold no token of the entries are zero in ``values``.
@@ -36,10 +36,11 @@ class Shared(NamedTuple):
 
     raw: Any
     queries: Any
+    staged: Any
+    lse: Any
     keys: Any
     values: Any
     meta: Any
-    staged: Any
     raw_full: Any
     raw_free: Any
     keys_full: Any
@@ -51,34 +52,16 @@ class Shared(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """Three views of the same bytes, as many for each consumer: partials, outputs in q's type, and LSEs.
-
-    Attributes:
-        partial: float32 [consumers, 64, 32]; ``out``: [consumers, 64, 64]; both rows of COPY_BYTES.
-        lse: float32 [consumers, at least 64, lse_copies].
-    """
+    """Two views of the same bytes: float32 ``partial`` and ``out`` in q's type, [consumers, boxes, box, columns]."""
 
     partial: Any
     out: Any
-    lse: Any
-
-
-def staging(geo: Geometry, dtype: Any) -> Any:
-    """The union that :class:`Staged` takes apart."""
-    words = COPY_BYTES // 4
-    views = (
-        plgpu.SMEM((geo.consumers, WARPGROUP_ROWS, words), jnp.float32),
-        plgpu.SMEM((geo.consumers, WARPGROUP_ROWS, 2 * words), dtype),
-        plgpu.SMEM((geo.consumers, WARPGROUP_ROWS * words // geo.lse_copies, geo.lse_copies), jnp.float32),
-    )
-    # The simulator takes views of different parts of a union for views of the same part.
-    return views if geo.simulated and geo.consumers > 1 else plgpu.RefUnion(*views)
 
 
 def barriers(geo: Geometry) -> tuple[Any, ...]:
     """The last fields of :class:`Shared`. A copy arrives once; so does a warpgroup in place of a copy it leaves out."""
     return (
-        plgpu.Barrier(num_arrivals=geo.consumers * geo.boxes),
+        plgpu.Barrier(num_arrivals=geo.consumers * geo.live_boxes),
         plgpu.Barrier(num_arrivals=geo.consumers),
         plgpu.Barrier(num_arrivals=geo.entries + 1, num_barriers=geo.stages),
         plgpu.Barrier(num_arrivals=geo.consumers, num_barriers=geo.stages),
@@ -150,59 +133,67 @@ def _load_queries(q_ref: Any, buffer_ref: Any, shared: Shared, work: Work, shape
             shape=shape,
             geo=geo,
             final=True,
-            there=lambda here, rows, w=w: plgpu.copy_gmem_to_smem(
-                q_ref.at[here], shared.raw.at[w, rows], shared.raw_full
+            there=lambda here, boxes, w=w: plgpu.copy_gmem_to_smem(
+                q_ref.at[here], shared.raw.at[w, boxes], shared.raw_full
             ),
             absent=lambda: plgpu.barrier_arrive(shared.raw_full),
         )
 
 
 def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absent=None) -> None:
-    """``there(here, rows)`` for every box of rows of a warpgroup that are live, ``absent()`` for the others.
+    """``there(here, boxes)`` for every box of rows of a warpgroup that is live, ``absent()`` for the others.
 
     ``here`` are the indices of the box in an array [queries, heads, ..] (``final``) or [partials, heads, ..], and
-    ``rows`` is a slice of the warpgroup's 64. Boxes of one head are joined where their queries lie side by side.
+    ``boxes`` is its index among those of the warpgroup. Boxes of queries side by side are joined: then both are slices,
+    and all of them but one are ``absent()`` too.
     """
-    batch = geo.batch if final or geo.heads == 1 else 1  # a partial's place needs no reading
     rows = jnp.clip(work.queries * geo.heads - warpgroup * WARPGROUP_ROWS, 0, WARPGROUP_ROWS)
-    count = geo.boxes if absent is not None else div(rows + geo.box - 1, geo.box)
+    count = geo.live_boxes if absent is not None else div(rows + geo.box - 1, geo.box)
+    first_row = warpgroup * WARPGROUP_ROWS
+
+    def joined(place, head, begin, size: int) -> None:
+        there((pl.ds(place, size), pl.ds(head, geo.box)), pl.ds(begin, size))
+        for _ in range(size - 1 if absent is not None else 0):
+            absent()
 
     def one_by_one(found) -> None:
-        for live, place, head, row in found:
+        for live, place, head, box in found:
 
             @pl.when(live)
-            def _(place=place, head=head, row=row):
-                there((place, pl.ds(head, geo.box)), pl.ds(row, geo.box))
+            def _(place=place, head=head, box=box):
+                there((place, pl.ds(head, geo.box)), box)
 
             if absent is not None:
                 pl.when(jnp.logical_not(live))(absent)
 
-    def boxes(i: Scalar, carry: None) -> None:
+    def batch(i: Scalar, size: int) -> None:
         found = []
-        for j in range(batch):
-            box = i * batch + j
-            row = warpgroup * WARPGROUP_ROWS + box * geo.box
+        for j in range(size):
+            box = i * size + j
+            row = first_row + box * geo.box
             n, head = div(row, geo.heads), work.head + rem(row, geo.heads)
             live = (n < work.queries) & (head < geo.group)
             place = buffer_ref[shape.rows_at + work.row + jnp.where(live, n, 0)] if final else work.partial + n
-            found.append((live, place, work.kv_head * geo.group + head, box * geo.box))
-        if geo.heads > 1:
+            found.append((live, place, work.kv_head * geo.group + head, box))
+        if not (geo.joined and final):
             one_by_one(found)
             return
-        (live, first, head, row), *others = found
+        (_, first, head, box), *others = found
         side_by_side = found[-1][0]  # live rows come first
         for j, other in enumerate(others, 1):
             side_by_side &= other[1] == first + j
-
-        @pl.when(side_by_side)
-        def _():
-            there((pl.ds(first, batch), head), pl.ds(row, batch))
-            for _other in others if absent is not None else ():
-                absent()
-
+        pl.when(side_by_side)(lambda: joined(first, head, box, size))
         pl.when(jnp.logical_not(side_by_side))(functools.partial(one_by_one, found))
 
-    lax.fori_loop(0, div(count + batch - 1, batch), boxes, None)
+    def batches(size: int) -> None:
+        lax.fori_loop(0, div(count + size - 1, size), lambda i, _: batch(i, size), None)
+
+    if geo.joined and not final:  # partials lie side by side, and their places need no reading
+        place, head = work.partial + div(first_row, geo.heads), work.kv_head * geo.group
+        pl.when(rows == WARPGROUP_ROWS)(lambda: joined(place, head, 0, geo.boxes))
+        pl.when(rows < WARPGROUP_ROWS)(lambda: batches(1))
+    else:
+        batches(geo.batch if final else 1)
 
 
 def _read_words(buffer_ref: Any, work: Work, i: Scalar, masked: bool, geo: Geometry) -> tuple[Scalar, ...]:
@@ -229,8 +220,9 @@ def _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, words, masked, 
     def _():
         plgpu.barrier_wait(shared.keys_free.at[stage])
 
+    list_from = pl.multiple_of((begin + first * size) & -META_ALIGN, META_ALIGN)
     plgpu.copy_gmem_to_smem(
-        buffer_ref.at[pl.ds(begin + first * size, META_WORDS)], shared.meta.at[stage], shared.keys_full.at[stage]
+        buffer_ref.at[pl.ds(list_from, META_WORDS)], shared.meta.at[stage], shared.keys_full.at[stage]
     )
     _load_tokens(k_ref, shared.keys, shared.keys_full, stage, work.kv_head, listed, words, run, geo)
 

@@ -1,7 +1,7 @@
 """What a computing warpgroup of the Mosaic GPU kernel writes: rows through shared memory, a query's heads at a time.
 
-Bulk copies do not scatter and move at least 16 bytes, so an LSE is written several times side by side. They
-begin at multiples of 128 bytes, so an output leaves in pieces of so many columns.
+Bulk copies do not scatter and move at least 16 bytes, so an LSE is written several times side by side. Wide outputs
+leave in pieces of some columns. Nothing waits for the last copies but the next pass that needs their memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import layout as lo
 from pallas_kernels.mosaic_geometry import WARPGROUP_ROWS, Geometry
 from pallas_kernels.mosaic_load import Shared, for_each_box
+from pallas_kernels.mosaic_rows import write_rows
 from pallas_kernels.mosaic_work import Scalar, Work, div
 from pallas_kernels.options import LOG2E
 
@@ -51,22 +52,22 @@ def store(
         staged = shared.staged.out if final else shared.staged.partial
         target, lse_target = (outputs.out, outputs.lse) if final else (outputs.partial_out, outputs.partial_lse)
         _stage_lse(shared, warpgroup, lse2 / LOG2E if final else lse2, geo)
-        staged_lse = shared.staged.lse
-        walk(
-            final=final,
-            there=lambda here, rows: plgpu.copy_smem_to_gmem(staged_lse.at[warpgroup, rows], lse_target.at[here]),
-        )
-        for column in range(0, out.shape[1], staged.shape[-1]):
-            columns = pl.ds(column, staged.shape[-1])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            put(staged.at[warpgroup], out[:, column : column + staged.shape[-1]].astype(staged.dtype))
+        width = staged.shape[-1]
+        for column in range(0, out.shape[1], width):
+            if column:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            write_rows(staged.at[warpgroup], out[:, column : column + width].astype(staged.dtype), geo)
             plgpu.commit_smem()
-            walk(
-                final=final,
-                there=lambda here, rows, columns=columns: plgpu.copy_smem_to_gmem(
-                    staged.at[warpgroup, rows], target.at[(*here, columns)]
-                ),
-            )
+
+            def leave(here: Any, boxes: Any, column: int = column) -> None:
+                columns = (*here, pl.ds(column, width))
+                plgpu.copy_smem_to_gmem(staged.at[warpgroup, boxes], target.at[columns])
+                if not column:
+                    plgpu.copy_smem_to_gmem(shared.lse.at[warpgroup, boxes], lse_target.at[here])
+
+            walk(final=final, there=leave)
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(work.partial < 0)
     def _():
@@ -77,20 +78,8 @@ def store(
         write(False)
 
 
-def put(ref: Any, value: jax.Array) -> None:
-    """``ref[...] = value``, with bank conflicts: rows that a copy takes as they lie leave no room to avoid them."""
-    store_to: Any = getattr(plgpu, "store", None)
-    if store_to is None:  # before jax 0.12 a plain store does not ask
-        ref[...] = value
-    else:
-        store_to(ref, value, optimized=False)
-
-
 def _stage_lse(shared: Shared, warpgroup: Scalar, lse: jax.Array, geo: Geometry) -> None:
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    copies = lax.broadcast_in_dim(lse, (WARPGROUP_ROWS, geo.lse_copies), [0])
-    put(shared.staged.lse.at[warpgroup, pl.ds(0, WARPGROUP_ROWS)], copies)
-    plgpu.commit_smem()
+    write_rows(shared.lse.at[warpgroup], lax.broadcast_in_dim(lse, (WARPGROUP_ROWS, geo.lse_copies), [0]), geo)
 
 
 def pad(
@@ -110,27 +99,19 @@ def pad(
 
     @pl.when((share > 0) & (warpgroup == 0))
     def _():
-        queries = div(share + grid - 1, grid)
         never = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         _stage_lse(shared, warpgroup, never, geo)
-        rows = pl.ds(0, geo.box)
-
-        def lse(i: Scalar, carry: None) -> None:
-            for head in range(0, shape.num_q_heads, geo.box):
-                here = (first + program + i * grid, pl.ds(head, geo.box))
-                plgpu.copy_smem_to_gmem(shared.staged.lse.at[warpgroup, rows], outputs.lse.at[here])
-
-        lax.fori_loop(0, queries, lse, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staged = shared.staged.out
         nothing = jnp.zeros((WARPGROUP_ROWS, staged.shape[-1]), staged.dtype)
-        put(staged.at[0], plgpu.layout_cast(nothing, plgpu.Layout.WGMMA))
+        write_rows(staged.at[0], plgpu.layout_cast(nothing, plgpu.Layout.WGMMA), geo)
         plgpu.commit_smem()
 
-        def out(i: Scalar, carry: None) -> None:
+        def query(i: Scalar, carry: None) -> None:
             for head in range(0, shape.num_q_heads, geo.box):
+                here = (first + program + i * grid, pl.ds(head, geo.box))
+                plgpu.copy_smem_to_gmem(shared.lse.at[0, 0], outputs.lse.at[here])
                 for column in range(0, shape.v_head_dim, staged.shape[-1]):
-                    here = (first + program + i * grid, pl.ds(head, geo.box), pl.ds(column, staged.shape[-1]))
-                    plgpu.copy_smem_to_gmem(staged.at[0, rows], outputs.out.at[here])
+                    columns = (*here, pl.ds(column, staged.shape[-1]))
+                    plgpu.copy_smem_to_gmem(staged.at[0, 0], outputs.out.at[columns])
 
-        lax.fori_loop(0, queries, out, None)
+        lax.fori_loop(0, div(share + grid - 1, grid), query, None)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layout as lo
-from pallas_kernels.mosaic_geometry import Geometry
+from pallas_kernels.mosaic_geometry import META_ALIGN, Geometry
 from pallas_kernels.mosaic_work import Scalar
 
 
@@ -30,12 +30,13 @@ class Entries(NamedTuple):
     high: tuple[Scalar, ...]
 
 
-def read_entries(meta_ref: Any, stage: Scalar, left: Scalar, masked: bool, geo: Geometry) -> Entries:
-    """The entries of a step, of which ``left`` are in the list."""
+def read_entries(meta_ref: Any, stage: Scalar, first: Scalar, left: Scalar, masked: bool, geo: Geometry) -> Entries:
+    """The entries of a step, which begin at ``first`` in the buffer, and of which ``left`` are in the list."""
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
+    skipped = first & (META_ALIGN - 1)
 
     def field(which: int) -> tuple[Scalar, ...]:
-        return tuple(meta_ref[stage, e * size + which] for e in range(geo.entries))
+        return tuple(meta_ref[stage, skipped + (e * size + which)] for e in range(geo.entries))
 
     words = field(lo.WORD)
     return Entries(
@@ -52,6 +53,15 @@ def all_filled(entries: Entries, geo: Geometry) -> Scalar:
     least = entries.filled[0]
     for filled in entries.filled[1:]:
         least = jnp.minimum(least, filled)
+    return least == geo.unit
+
+
+def next_all_filled(meta_ref: Any, stage: Scalar, first: Scalar, left: Scalar, geo: Geometry) -> Scalar:
+    """The same of the step after the one of plain entries that begin at ``first``."""
+    skipped = first & (META_ALIGN - 1)
+    least = jnp.where(left >= 2 * geo.entries, geo.unit, 0)
+    for e in range(geo.entries, 2 * geo.entries):
+        least = jnp.minimum(least, meta_ref[stage, skipped + (e * lo.PLAIN_SIZE + lo.WORD)] & lo.COUNT_MASK)
     return least == geo.unit
 
 

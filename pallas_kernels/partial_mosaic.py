@@ -21,11 +21,12 @@ from pallas_kernels.mosaic_attend import consume
 from pallas_kernels.mosaic_geometry import (
     META_WORDS,
     SMALLEST_COPY,
+    STAGED_BYTES,
     WARPGROUP_ROWS,
     Geometry,
     geometry,
 )
-from pallas_kernels.mosaic_load import Shared, Staged, barriers, produce, staging
+from pallas_kernels.mosaic_load import Shared, Staged, barriers, produce
 from pallas_kernels.mosaic_products import PLAIN, WGMMA
 from pallas_kernels.mosaic_store import Outputs
 from pallas_kernels.options import Options
@@ -131,9 +132,12 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, grid, shape, geo, opt
     per_head_ref = refs[0] if options.uses_heads else None
     outputs = Outputs(*refs[-4:])
 
-    def run(*shared):
-        shared = Shared(*shared)
-        shared = shared._replace(staged=Staged(*shared.staged))
+    def run(raw, queries_and_staged, *others):
+        if geo.queries_staged:
+            queries, *staged = queries_and_staged
+        else:
+            queries, staged = queries_and_staged
+        shared = Shared(raw, queries, Staged(*staged), *others)
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         common = {"index": index, "grid": grid, "shape": shape, "geo": geo}
 
@@ -162,15 +166,26 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, grid, shape, geo, opt
     pl.run_scoped(run, *_scratch(shape, geo, dtype), *barriers(geo), collective_axes="warpgroup")
 
 
-def _scratch(shape: lo.WorkShape, geo: Geometry, dtype) -> list[Any]:
+def _scratch(shape: lo.WorkShape, geo: Geometry, dtype: Any) -> list[Any]:
     """The arrays of :class:`Shared`. What the matrix units read is tiled and swizzled as they expect it."""
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    rows = (geo.consumers, WARPGROUP_ROWS)
+
+    def boxes(width: int, dtype: Any) -> Any:
+        return plgpu.SMEM((geo.consumers, geo.boxes, geo.box, width), dtype)
+
+    queries = plgpu.SMEM((geo.consumers, WARPGROUP_ROWS, shape.head_dim), dtype, transforms=tiled)
+    staged = [boxes(min(STAGED_BYTES // jnp.dtype(x).itemsize, shape.v_head_dim), x) for x in (jnp.float32, dtype)]
+    shared: Any
+    if geo.queries_staged:
+        shared = plgpu.RefUnion(queries, *staged)
+    else:
+        # The simulator takes views of different parts of a union for views of the same part.
+        shared = [queries, staged if geo.simulated and geo.consumers > 1 else plgpu.RefUnion(*staged)]
     return [
-        plgpu.SMEM((*rows, shape.head_dim), dtype),
-        plgpu.SMEM((*rows, shape.head_dim), dtype, transforms=tiled),
+        boxes(shape.head_dim, dtype),
+        shared,
+        boxes(geo.lse_copies, jnp.float32),
         plgpu.SMEM((geo.stages, geo.block, shape.head_dim), dtype, transforms=tiled),
         plgpu.SMEM((geo.stages, geo.block, shape.v_head_dim), dtype, transforms=tiled),
         plgpu.SMEM((geo.stages, META_WORDS), jnp.int32),
-        staging(geo, dtype),
     ]

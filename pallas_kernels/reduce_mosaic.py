@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layout as lo
 from pallas_kernels.mosaic_geometry import WARPGROUP_ROWS, lse_copies
-from pallas_kernels.mosaic_store import Outputs, put
+from pallas_kernels.mosaic_rows import put
+from pallas_kernels.mosaic_store import Outputs
 from pallas_kernels.mosaic_work import Scalar, div, rem
 from pallas_kernels.options import LOG2E
 

@@ -48,7 +48,8 @@ def tree_attention(
         attention_sinks: [Hq] logits of one more token that has no value (GPT-OSS); they enter the LSE too.
         alibi_slopes: [Hq]; ``slope * (t - s)`` is added to the logits after the cap.
         k_scale, v_scale: factors of quantised K and V, a scalar or [Hkv].
-        implementation: ``"xla"``, ``"pallas_triton"``, or a sequence of names of which the first that can is taken;
+        implementation: ``"xla"``, ``"pallas_triton"``, on Hopper GPUs ``"pallas_mosaic"`` and ``"pallas_mixed"`` (wide
+            tiles by Mosaic, all others by Triton), or a sequence of names of which the first that can is taken;
             ``None``: the best that works here.
         return_lse: also return the log-sum-exp.
 

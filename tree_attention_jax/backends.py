@@ -14,7 +14,9 @@ from pallas_kernels.layout import WorkShape
 from pallas_kernels.options import Options
 from pallas_kernels.state import AttentionState
 
-IMPLEMENTATIONS = ("xla", "pallas_triton", "pallas_mosaic", "jax_triton")
+IMPLEMENTATIONS = ("xla", "pallas_triton", "pallas_mosaic", "pallas_mixed", "jax_triton")
+# What is tried where none is asked for. "pallas_mixed" goes first once it has been measured to be faster.
+GPU_DEFAULT = ("pallas_triton", "xla")
 WHAT_WORKS = "'pallas_triton' runs on NVIDIA GPUs, 'xla' anywhere"
 MOSAIC_NEEDS = (0, 11, 2)
 
@@ -26,7 +28,7 @@ def resolve(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
         ValueError: an unknown name.
     """
     if implementation is None:
-        return ("pallas_triton", "xla") if jax.default_backend() == "gpu" else ("xla",)
+        return GPU_DEFAULT if jax.default_backend() == "gpu" else ("xla",)
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     if not names:
         raise ValueError("implementation is an empty sequence: name at least one")
@@ -54,7 +56,7 @@ def append_first(names: tuple[str, ...], k_pages, v_pages, k_new, v_new, slots) 
         try:
             if name == "xla":
                 return _append_xla(k_pages, v_pages, k_new, v_new, slots)
-            if name == "pallas_triton":
+            if name in ("pallas_triton", "pallas_mixed"):
                 return _append_triton(k_pages, v_pages, k_new, v_new, slots, interpret=_interpret())
             raise NotImplementedError(f"there is no such kernel that appends; {WHAT_WORKS}")
         except NotImplementedError as error:
@@ -69,6 +71,8 @@ def _attend_with(name: str) -> Callable:
         return functools.partial(_attend_triton, interpret=_interpret())
     if name == "pallas_mosaic":
         return _attend_mosaic
+    if name == "pallas_mixed":
+        return _attend_mixed
     raise NotImplementedError(f"there is no jax-triton kernel yet; {WHAT_WORKS}")
 
 
@@ -124,10 +128,8 @@ def _attend_triton(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, opti
 
 
 def _attend_mosaic(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, options: Options):
-    """The Mosaic GPU kernel. No default: it has been simulated and compiled, but has not run on a device yet."""
-    if jax.__version_info__ < MOSAIC_NEEDS:
-        needed = ".".join(map(str, MOSAIC_NEEDS))
-        raise NotImplementedError(f"the Mosaic kernel needs jax {needed}, this is {jax.__version__}; {WHAT_WORKS}")
+    """The Mosaic GPU kernels. No default: they are faster than Triton's on wide tiles only."""
+    _require_a_jax_for_mosaic()
     from pallas_kernels import attend_mosaic, partial_mosaic  # which older versions of jax cannot import
 
     k, v = _flat(k_pages), _flat(v_pages)
@@ -135,10 +137,32 @@ def _attend_mosaic(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, opti
         partial_mosaic.check(q, k, v, shape)
     except NotImplementedError as error:
         raise NotImplementedError(f"{error}; {WHAT_WORKS}") from None
+    _require_hopper()
+    return attend_mosaic.attend(q, k, v, buffer, per_head, shape=shape, options=options)
+
+
+def _attend_mixed(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, options: Options):
+    """Wide tiles in Mosaic GPU kernels, all others in Triton's: just Triton's where no tile is wide."""
+    _require_a_jax_for_mosaic()
+    _require_hopper()
+    from pallas_kernels import attend_mixed
+
+    k, v = _flat(k_pages), _flat(v_pages)
+    if not attend_mixed.wide_launches(q, k, v, shape):
+        return _attend_triton(q, k_pages, v_pages, buffer, per_head, shape, options, interpret=_interpret())
+    return attend_mixed.attend(q, k, v, buffer, per_head, shape=shape, options=options)
+
+
+def _require_a_jax_for_mosaic() -> None:
+    if jax.__version_info__ < MOSAIC_NEEDS:
+        needed = ".".join(map(str, MOSAIC_NEEDS))
+        raise NotImplementedError(f"the Mosaic kernel needs jax {needed}, this is {jax.__version__}; {WHAT_WORKS}")
+
+
+def _require_hopper() -> None:
     device = jax.devices()[0]
     if getattr(device, "compute_capability", None) != "9.0":
         raise NotImplementedError(f"the Mosaic kernel is for Hopper GPUs, this is {device.device_kind}; {WHAT_WORKS}")
-    return attend_mosaic.attend(q, k, v, buffer, per_head, shape=shape, options=options)
 
 
 def _append_xla(k_pages, v_pages, k_new, v_new, slots):

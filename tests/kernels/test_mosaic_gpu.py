@@ -1,4 +1,4 @@
-"""The Mosaic kernel on a Hopper GPU, against the oracle: the cases of the Triton kernel that it can do."""
+"""The Mosaic kernels on a Hopper GPU, alone and beside Triton's, against the oracle: what they can of test_gpu.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forests import Case, Heads, assert_matches_oracle, attend, check_against_oracle, lay_out, plan_for, poisoned_inputs
+from forests import (
+    Case,
+    Heads,
+    Inputs,
+    assert_matches_oracle,
+    attend,
+    check_against_oracle,
+    lay_out,
+    plan_for,
+    poisoned_inputs,
+)
 from test_gpu import CASES, OPTIONS, ragged
 
 import tree_attention_jax as ta
@@ -70,15 +80,76 @@ def test_repeats_bit_for_bit():
             np.testing.assert_array_equal(np.asarray(have, np.float32), np.asarray(want, np.float32))
 
 
-def test_vmap_over_an_outer_axis():
-    tree, heads = lay_out(ragged(), 16), Heads(8, 2, 64)
+def stacked_inputs(tree: TokenTree, heads: Heads) -> tuple[list[Inputs], list[jax.Array]]:
+    """Three sets of inputs, and the same as arrays with one more axis."""
     inputs = [poisoned_inputs(tree, 16, heads, BF16, seed=i) for i in range(3)]
-    stacked = [jnp.stack(x) for x in zip(*(one.on_device() for one in inputs))]
-    plan = plan_for(tree, 16, heads)
+    return inputs, [jnp.stack(x) for x in zip(*(one.on_device() for one in inputs))]
+
+
+def check_vmap(tree: TokenTree, heads: Heads, strategy: str, implementation: str) -> None:
+    inputs, stacked = stacked_inputs(tree, heads)
+    plan = plan_for(tree, 16, heads, strategy=strategy)
 
     def attend_one(q, k, v):
-        return ta.tree_attention(q, k, v, plan, implementation="pallas_mosaic", return_lse=True)
+        return ta.tree_attention(q, k, v, plan, implementation=implementation, return_lse=True)
 
     out, lse = jax.jit(jax.vmap(attend_one))(*stacked)
     for i, one in enumerate(inputs):
         assert_matches_oracle(out[i], lse[i], tree, 16, one)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "per_node"])
+def test_vmap_over_an_outer_axis(strategy: str):
+    check_vmap(lay_out(ragged(), 16), Heads(8, 2, 64), strategy, "pallas_mosaic")
+
+
+@pytest.mark.parametrize("implementation", ["pallas_mosaic", "pallas_mixed"])
+def test_layers_in_a_loop(implementation: str):
+    """Slices of stacked caches go in, and the results into a stack."""
+    tree, heads = TokenTree.from_levels([1, 40], [1000, 33]), Heads(32, 8, 128)
+    inputs, stacked = stacked_inputs(tree, heads)
+    plan = plan_for(tree, 16, heads, strategy="per_node")
+    assert len(plan.shape.launches) > 1
+
+    def layer(carry, qkv):
+        return carry, ta.tree_attention(*qkv, plan, implementation=implementation, return_lse=True)
+
+    _, (out, lse) = jax.jit(lambda x: jax.lax.scan(layer, None, x))(tuple(stacked))
+    for i, one in enumerate(inputs):
+        assert_matches_oracle(out[i], lse[i], tree, 16, one)
+
+
+# ---------------------------------------------------------------------- wide tiles only, beside Triton's
+
+
+def wide_and_narrow() -> TokenTree:
+    """Nodes that fill wide tiles, above leaves that do not."""
+    return lay_out(TokenTree.from_levels([1, 4, 64], [1000, 130, 17]), 16, sharing=True)
+
+
+@pytest.mark.parametrize("strategy", ["per_node", "node_chunk"])
+@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(32, 32, 128), Heads(16, 1, 128), Heads(8, 2, 64)], ids=str)
+def test_mixed(heads: Heads, strategy: str):
+    tree = wide_and_narrow()
+    rows = [launch.tile.rows for launch in plan_for(tree, 16, heads, strategy=strategy).shape.launches]
+    assert min(rows) < 64 <= max(rows)
+    check(tree, 16, heads, implementation="pallas_mixed", dtype=BF16, padding=9, plan={"strategy": strategy})
+
+
+def test_mixed_options():
+    options = {**OPTIONS["all"], "alibi_slopes": 2.0 ** -np.arange(1, 9), "attention_sinks": np.linspace(-3, 3, 8)}
+    plan = {"strategy": "per_node"}
+    check(wide_and_narrow(), 16, Heads(8, 2, 64), implementation="pallas_mixed", dtype=FP16, plan=plan, **options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_mixed_strategies(case: Case):
+    check(case.tree(), case.page_size, case.heads, implementation="pallas_mixed", dtype=BF16, padding=case.padding)
+
+
+def test_mixed_is_triton_for_float32():
+    check(wide_and_narrow(), 16, Heads(8, 2, 64), implementation="pallas_mixed", dtype=jnp.float32)
+
+
+def test_mixed_under_vmap():
+    check_vmap(wide_and_narrow(), Heads(8, 2, 64), "per_node", "pallas_mixed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 
 import jax
@@ -27,8 +28,15 @@ TREES = {
 
 
 def lower(tree: ta.TokenTree, heads: Heads, dtype, options: Options, page_size: int = 16):
+    """The Mosaic kernels alone, and the plan that they run."""
     from pallas_kernels import attend_mosaic
 
+    lowered, plan = lower_with(attend_mosaic.launch_all, tree, heads, dtype, options, page_size)
+    assert lowered.as_text().count("@mosaic_gpu_v2") == len(plan.shape.launches) + (plan.shape.partial_rows > 0)
+    return lowered, plan
+
+
+def lower_with(launch_all, tree: ta.TokenTree, heads: Heads, dtype, options: Options, page_size: int = 16):
     plan = plan_for(tree, page_size, heads, gpu="NVIDIA H200", strategy="per_node")
     pool = 1280
     arguments = (
@@ -38,11 +46,9 @@ def lower(tree: ta.TokenTree, heads: Heads, dtype, options: Options, page_size: 
         Shape(plan.buffer.shape, jnp.int32),
         Shape((2, heads.q), jnp.float32) if options.uses_heads else None,
     )
-    call = functools.partial(attend_mosaic.launch_all, shape=plan.shape, options=options)
+    call = functools.partial(launch_all, shape=plan.shape, options=options)
     with an_nvidia_gpu():
-        lowered = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("@mosaic_gpu_v2") == len(plan.shape.launches) + (plan.shape.partial_rows > 0)
-    return lowered, plan
+        return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)), plan
 
 
 def kernels(lowered) -> list[str]:
@@ -64,6 +70,28 @@ def kernels(lowered) -> list[str]:
     mgpu.dialect.register_dialect(context)
     context.allow_unregistered_dialects = True
     return [str(ir.Module.parse(code, context)) for code in found]
+
+
+def operations_of(lowered) -> list:
+    """What the function of a lowered program does, in order."""
+    [main] = (op for op in lowered.compiler_ir("stablehlo").body if op.operation.name == "func.func")
+    return [op.operation for op in main.body.blocks[0]]
+
+
+def calls_of(lowered) -> list[str]:
+    """The kernels that a lowered program runs, in order: "mosaic", and those of Triton by name."""
+    calls = [op.attributes for op in operations_of(lowered) if op.name == "stablehlo.custom_call"]
+    return [
+        "mosaic" if call["call_target_name"].value == "mosaic_gpu_v2" else call["mhlo.backend_config"]["name"].value
+        for call in calls
+    ]
+
+
+def source(value) -> str:
+    """The name of the operation that a value comes from, or "argument"."""
+    while hasattr(value.owner, "name") and value.owner.name == "sdy.sharding_constraint":
+        value = value.owner.operands[0]
+    return getattr(value.owner, "name", "argument")
 
 
 if jax.__version_info__ < MOSAIC_NEEDS:
@@ -100,6 +128,46 @@ else:
             assert ("wgmma.mma_async" in text) != ("tree_mosaic_reduce" in text)
             # Predicates from 6 on compare without signs, and a masked entry's bound may be negative.
             assert not re.search(r"arith\.cmpi\"[^\n]*predicate = [6-9]", text)
+
+    @pytest.mark.parametrize("kind", ["mosaic", "mixed"])
+    def test_no_slice_can_reach_a_call_that_continues_a_state(kind: str):
+        """XLA would fuse it with the call, and forget what is aliased: zeros where an earlier launch has written."""
+        launch_all = importlib.import_module(f"pallas_kernels.attend_{kind}").launch_all
+        lowered, plan = lower_with(launch_all, TREES["shared"], Heads(8, 2, 64), BF16, OPTIONS["plain"])
+        assert len(plan.shape.launches) > 1
+        assert plan.shape.partial_rows
+        operations = operations_of(lowered)
+        continuing = [op for op in operations if len(op.attributes.get("output_operand_aliases", ()))]
+        assert len(continuing) == len(plan.shape.launches)  # all launches but the first, and the reduction
+        for op in continuing:
+            assert {source(x) for x in op.operands} <= {"stablehlo.custom_call", "stablehlo.optimization_barrier"}
+        assert {source(x) for x in operations[-1].operands} == {"stablehlo.optimization_barrier"}
+
+    def test_mixed_runs_wide_tiles_first_and_by_mosaic():
+        from pallas_kernels import attend_mixed
+
+        lowered, plan = lower_with(attend_mixed.launch_all, TREES["shared"], Heads(8, 2, 64), BF16, OPTIONS["plain"])
+        narrow, wide = (launch.tile for launch in plan.shape.launches)
+        assert narrow.rows < 64 <= wide.rows
+        assert calls_of(lowered) == ["mosaic", f"tree_partial_{narrow.name()}", "tree_reduce"]
+
+    @pytest.mark.parametrize(
+        ("tree", "heads", "dtype", "wide"),
+        [
+            ("shared", Heads(8, 2, 64), BF16, (1,)),
+            ("shared", Heads(8, 2, 64), jnp.float32, ()),
+            ("shared", Heads(8, 2, 80), BF16, ()),
+            ("ragged", Heads(8, 2, 64), BF16, ()),  # masks
+        ],
+        ids=["wide", "type", "head dim", "masked"],
+    )
+    def test_which_launches_mosaic_takes(tree: str, heads: Heads, dtype, wide: tuple[int, ...]):
+        from pallas_kernels import attend_mixed
+
+        plan = plan_for(TREES[tree], 16, heads, gpu="NVIDIA H200", strategy="per_node")
+        q, pages = Shape((64, heads.q, heads.dim), dtype), Shape((1280, heads.kv, heads.dim), dtype)
+        assert attend_mixed.wide_launches(q, pages, pages, plan.shape) == wide
+        assert attend_mixed.wide_launches(Shape((0, *q.shape[1:]), dtype), pages, pages, plan.shape) == ()
 
     @pytest.mark.slow
     def test_lowers_under_vmap():

@@ -6,6 +6,7 @@ written are the kernel's own. A case takes seconds to compile, so cases are few 
 
 from __future__ import annotations
 
+import importlib
 import types
 
 import jax
@@ -16,7 +17,7 @@ from forests import Case, Heads, assert_matches_oracle, lay_out, plan_for, poiso
 
 import tree_attention_jax as ta
 from pallas_kernels.options import Options
-from tree_attention_jax import TokenTree
+from tree_attention_jax import TokenTree, backends
 from tree_attention_jax.backends import MOSAIC_NEEDS
 
 BF16, FP16 = jnp.bfloat16, jnp.float16
@@ -43,9 +44,10 @@ def drafts() -> TokenTree:
     return TokenTree.from_paths(paths, [40], page_size=16)
 
 
-# On a cache in order, narrow tiles, two warpgroups, and their reduction; masked entries of one token,
-# shorter than a copy, and padding rows of q; entries that begin and end within a page.
-SHARED = Case("shared", lambda: TokenTree.from_levels([1, 8], [150, 9]), Heads(16, 1, 64))
+# On a cache in order: narrow tiles, two warpgroups, and their reduction. All steps of the wide tile are full but the
+# last, behind whose entries others' full ones are listed. Then masked entries of one token, shorter than a copy, and
+# padding rows of q; entries that begin and end within a page.
+SHARED = Case("shared", lambda: TokenTree.from_levels([1, 8], [400, 137]), Heads(16, 1, 64))
 DRAFTS = Case("drafts", drafts, Heads(4, 2, 64), padding=3)
 RAGGED = Case("ragged", lambda: lay_out(ragged(), 8, sharing=True), Heads(4, 2, 128), page_size=8, padding=3)
 # Two warpgroups with masks; one head a group; a group that does not divide a warpgroup; two passes a tile.
@@ -55,12 +57,11 @@ UNEVEN = Case("uneven", lambda: lay_out(TokenTree.from_levels([1, 2], [20, 17]),
 PASSES = Case("passes", lambda: lay_out(prefill(), 16), Heads(4, 1, 256))
 
 
-def simulate(case: Case, strategy: str, dtype=BF16, **options) -> None:
+def simulate(case: Case, strategy: str, dtype=BF16, kind: str = "mosaic", **options) -> None:
     """Attend in the simulator, and compare with the oracle."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels import attend_mosaic
-
+    launch_all = importlib.import_module(f"pallas_kernels.attend_{kind}").launch_all
     tree = case.tree()
     inputs = poisoned_inputs(tree, case.page_size, case.heads, dtype, padding=case.padding)
     plan = plan_for(tree, case.page_size, case.heads, strategy=strategy)
@@ -69,7 +70,7 @@ def simulate(case: Case, strategy: str, dtype=BF16, **options) -> None:
     if options:
         factors = np.repeat(options["k_scale"], case.heads.q // case.heads.kv)
         per_head = jnp.stack([jnp.asarray(options["alibi_slopes"]), jnp.asarray(factors)]).astype(jnp.float32)
-    out, lse = attend_mosaic.launch_all(
+    out, lse = launch_all(
         q,
         k.reshape(-1, *k.shape[2:]),
         v.reshape(-1, *v.shape[2:]),
@@ -90,11 +91,12 @@ def simulate(case: Case, strategy: str, dtype=BF16, **options) -> None:
 
 if jax.__version_info__ < MOSAIC_NEEDS:
 
-    def test_an_older_jax_says_which_it_needs():
+    @pytest.mark.parametrize("name", ["pallas_mosaic", "pallas_mixed"])
+    def test_an_older_jax_says_which_it_needs(name: str):
         tree = SHARED.tree()
         inputs = poisoned_inputs(tree, 16, SHARED.heads, BF16)
-        with pytest.raises(NotImplementedError, match=r"pallas_mosaic: .* needs jax 0\.11\.2.*'xla' anywhere"):
-            ta.tree_attention(*inputs.on_device(), plan_for(tree, 16, SHARED.heads), implementation="pallas_mosaic")
+        with pytest.raises(NotImplementedError, match=rf"{name}: .* needs jax 0\.11\.2.*'xla' anywhere"):
+            ta.tree_attention(*inputs.on_device(), plan_for(tree, 16, SHARED.heads), implementation=name)
 
 else:
 
@@ -114,6 +116,19 @@ else:
     def test_matches_the_oracle_without_races(case: Case, strategy: str, capfd):
         simulate(case, strategy)
         assert "RACE" not in capfd.readouterr().out
+
+    @pytest.mark.slow
+    def test_mixed_matches_the_oracle_without_races(capfd):
+        """Mosaic's wide launch hands its state on to Triton's narrow one, which sees to the padding, and reduction."""
+        simulate(Case("mixed", SHARED.tree, SHARED.heads, padding=3), "per_node", kind="mixed")
+        assert "RACE" not in capfd.readouterr().out
+
+    def test_mixed_is_triton_where_no_launch_is_wide(monkeypatch):
+        monkeypatch.setattr(backends, "_require_hopper", lambda: None)
+        tree, heads = TokenTree.from_levels([1, 3], [40, 9]), Heads(4, 1, 64)
+        inputs, plan = poisoned_inputs(tree, 16, heads, BF16).on_device(), plan_for(tree, 16, heads)
+        mixed, triton = (ta.tree_attention(*inputs, plan, implementation=f"pallas_{x}") for x in ("mixed", "triton"))
+        np.testing.assert_array_equal(np.asarray(mixed, np.float32), np.asarray(triton, np.float32))
 
     @pytest.mark.slow
     def test_options(capfd):
@@ -140,8 +155,9 @@ else:
         plan = plan_for(tree, page_size, heads)
         with pytest.raises(NotImplementedError, match=f"pallas_mosaic: .*{reason}.*'xla' anywhere"):
             ta.tree_attention(*inputs.on_device(), plan, implementation="pallas_mosaic")
+        with pytest.raises(NotImplementedError, match=r"pallas_mixed: .*is for Hopper GPUs.*'xla' anywhere"):
+            ta.tree_attention(*inputs.on_device(), plan, implementation="pallas_mixed")
 
-    def test_it_is_no_default():
-        from tree_attention_jax.backends import resolve
-
-        assert "pallas_mosaic" not in resolve(None)
+    def test_it_is_no_default(monkeypatch):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        assert backends.resolve(None) == ("pallas_triton", "xla")
