@@ -1,0 +1,56 @@
+"""The cost model's constants come from the recorded measurements, and the plans measured for them are right."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import alternatives, fit
+from benchmarks.suites import cells
+from tree_attention_jax.planning.profile import load_profiles
+
+
+def recorded() -> tuple[list[dict], dict]:
+    tiles = json.loads((fit.RESULTS / "h200_tiles.json").read_text())["tiles"]
+    return tiles, json.loads((fit.RESULTS / "h200_alternatives.json").read_text())
+
+
+def constants(profile) -> np.ndarray:
+    rates = [getattr(profile, rate) for rate in fit.RATES]
+    return np.array([*rates, *(getattr(tile, cost) for tile in profile.tiles for cost in fit.COSTS)])
+
+
+@pytest.mark.slow
+def test_the_profile_is_what_the_fit_finds():
+    tiles, measured = recorded()
+    begin = fit.first_guess(tiles, measured["environment"])
+    found = fit.fit(begin, measured["launches"])
+    np.testing.assert_allclose(constants(found), constants(load_profiles()["NVIDIA H200"]), rtol=0.1)
+    before, after = (np.sqrt(np.mean(fit.errors(one, measured["launches"]) ** 2)) for one in (begin, found))
+    assert after < 0.6 * before
+
+
+def test_errors_are_logarithms_of_modelled_over_measured():
+    tiles, measured = recorded()
+    profile = fit.first_guess(tiles, measured["environment"])
+    rows = measured["launches"][::20]
+    twice = [{**row, "us": 2 * row["us"]} for row in rows]
+    np.testing.assert_allclose(fit.errors(profile, twice), fit.errors(profile, rows) - np.log(2), rtol=1e-9)
+
+
+def test_scaled_profiles_are_of_the_fit():
+    h200, a100 = load_profiles()["NVIDIA H200"], load_profiles()["NVIDIA A100"]
+    name, sms, memory, l2, slower = fit.SCALED["a100"]
+    assert fit.scaled(h200, name, sms, memory, l2, slower).tiles == a100.tiles
+    assert a100.source.startswith("scaled")
+
+
+@pytest.mark.parametrize("label", ["1,2,64_8,256,32 32/8", "1,10_4000,400 16/1"])
+def test_alternatives_are_different_and_exact(label: str):
+    cell = next(cell for cell in cells("fasttree") if cell.label.startswith(label))
+    found = list(alternatives.alternatives(cell, gpu="NVIDIA H200"))
+    assert found[0].name == "auto"
+    assert len(found) > 3
+    assert len({one.plan.shape for one in found}) > 1
+    for one in found:
+        one.plan.check(cell.tree())
