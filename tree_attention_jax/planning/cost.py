@@ -2,7 +2,8 @@
 
 A launch takes ``launch_us + max(max(work, memory) + OVERLAP * min(work, memory), latency)``: matrix work over all SMs
 and bytes overlap in part in short launches, and no launch ends before its longest item, from its start to its end. The
-form was fitted to 205 launches on an H200 (``benchmarks/fit.py``), which it meets within 7%, root mean square.
+form was fitted to 205 launches on an H200 (``benchmarks/fit.py``); it meets these within 7%, root mean square, and has
+not been held against others.
 """
 
 from __future__ import annotations
