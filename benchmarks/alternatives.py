@@ -2,9 +2,9 @@
 
     python -m benchmarks.alternatives --json
 
-For every cell of FastTree's suite (but trees that are nearly the same): ``auto``'s plan, its plans where it may use one
-tile shape only, and its plans where partials cost a quarter or four times as much. ``benchmarks/fit.py`` reads the
-result. The table shows where another plan than the chosen one was the fastest.
+For every cell of FastTree's suite (but trees that are nearly the same), and of the suite ``odd``: ``auto``'s plan,
+its plans where it may use one tile shape only, and its plans where partials cost a quarter or four times as much.
+``benchmarks/fit.py`` reads the result. The table shows where another plan than the chosen one was the fastest.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     suite = list(cells("fasttree"))
     names = list(dict.fromkeys(cell.name for cell in suite))
-    chosen = [cell for cell in suite if names.index(cell.name) in TREES]
+    chosen = [cell for cell in suite if names.index(cell.name) in TREES] + list(cells("odd"))
     found = [one for cell in chosen for one in alternatives(cell)]
     report: dict[str, Any] = {"environment": harness.environment(), "launches": [], "reductions": []}
     with ThreadPoolExecutor(16) as pool:
@@ -111,6 +111,7 @@ def _record(report: dict[str, Any], one: Alternative, kernels: dict[str, float])
     for launch, load in zip(plan.shape.launches, launch_loads(plan)):
         tile = launch.tile
         us = next(us for name, us in kernels.items() if name.endswith(f"tree_partial_{tile.name()}"))
+        group = one.cell.num_q_heads // one.cell.num_kv_heads
         report["launches"].append(
             {
                 "tree": one.cell.name,
@@ -120,6 +121,8 @@ def _record(report: dict[str, Any], one: Alternative, kernels: dict[str, float])
                 "can_mask": tile.masked,
                 "us": round(us, 3),
                 **asdict(load),
+                "programs": load.items * one.cell.num_kv_heads * -(-group // tile.heads_per_tile(group)),
+                "grid": launch.grid,
             }
         )
     for name, us in kernels.items():

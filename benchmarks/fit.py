@@ -59,7 +59,8 @@ COSTS = [field.name for field in fields(TileCost) if field.name.endswith("_us")]
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write", action="store_true", help="write the profiles")
+    parser.add_argument("--leave-out", action="store_true", help="also show the error of trees left out of the fit")
     args = parser.parse_args(argv)
     tiles = json.loads((RESULTS / "h200_tiles.json").read_text())["tiles"]
     measured = json.loads((RESULTS / "h200_alternatives.json").read_text())
@@ -71,6 +72,9 @@ def main(argv: list[str] | None = None) -> int:
     for before, after in zip(begin.tiles, found.tiles):
         changes = [f"{name[:-3]} {getattr(before, name):.3f} to {getattr(after, name):.3f}" for name in COSTS]
         print(f"{after.rows} x {after.block_kv}, {after.warps} warps: {', '.join(changes)}")
+    if args.leave_out:
+        error = np.sqrt(np.mean(np.square(left_out(begin, launches))))
+        print(f"fitted to the launches of all other trees: {error:.3f}")
     if args.write:
         _write("h200", found)
         for file, (name, sms, memory, l2, slower) in SCALED.items():
@@ -104,6 +108,16 @@ def fit(begin: GpuProfile, launches: list[dict[str, Any]]) -> GpuProfile:
     found = profile_of(least_squares(residuals, start, loss="soft_l1").x)
     tiles = [replace(tile, **{name: round(getattr(tile, name), 3) for name in COSTS}) for tile in found.tiles]
     return replace(found, **{rate: round(getattr(found, rate), -4) for rate in RATES}, tiles=tuple(tiles))
+
+
+def left_out(begin: GpuProfile, launches: list[dict[str, Any]]) -> np.ndarray:
+    """:func:`errors` of each launch, by a fit to those of the other trees."""
+    out = np.empty(len(launches))
+    for tree in {row["tree"] for row in launches}:
+        mine = np.array([row["tree"] == tree for row in launches])
+        found = fit(begin, [row for row, here in zip(launches, mine) if not here])
+        out[mine] = errors(found, [row for row, here in zip(launches, mine) if here])
+    return out
 
 
 def errors(profile: GpuProfile, launches: list[dict[str, Any]]) -> np.ndarray:

@@ -83,6 +83,33 @@ def over_layers(attend: Callable) -> Callable:
     return jax.jit(run)
 
 
+def fed_back(attend: Callable, *data: Any) -> Any:
+    """Lowered ``f(q, ks, vs, *rest)``: each layer attends with what the last one returned, and q is donated.
+
+    That is how a decoder calls it: activations stay where they are, so XLA launches one CUDA graph again and again.
+    Results of :func:`over_layers` lie elsewhere each time, and the graph is updated before it can run.
+    """
+
+    def run(q, ks, vs, *rest):
+        for k, v in zip(ks, vs):
+            q = attend(q, k, v, *rest)
+        return q
+
+    return jax.jit(run, donate_argnums=0).lower(*data)
+
+
+def feeding_back(call: Callable, q: jax.Array, *rest: Any) -> Callable[[], jax.Array]:
+    """Calls a compiled :func:`fed_back` on its own last result, and on ``q`` at first."""
+    last = jnp.copy(q)
+
+    def run() -> jax.Array:
+        nonlocal last
+        last = call(last, *rest)
+        return last
+
+    return run
+
+
 def kernel_times(call: Callable, args: tuple, layers: int, repeats: int = 3) -> dict[str, float]:
     """Microseconds of GPU time a layer by kernel name, median over ``repeats``, from CUPTI."""
     return kernel_times_of(lambda: call(*args), jax.block_until_ready, layers, repeats)

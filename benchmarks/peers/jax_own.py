@@ -60,7 +60,7 @@ class JaxAttention:
                 q, k, v, mask=mask, key_value_seq_lengths=lengths, implementation=self.implementation
             )
 
-        call = _compiled(attend, q, ks, vs, mask, ragged)
+        call, chained = _compiled(attend, q, ks, vs, mask, ragged)
         place = np.argsort(queries.reshape(-1))
 
         def output(out: list[jax.Array]) -> np.ndarray:
@@ -68,7 +68,7 @@ class JaxAttention:
 
         gathered = 2 * slots.size * cell.num_kv_heads * cell.head_dim * 2 / 1e9
         note = f"K/V gathered beforehand, {gathered:.2f} GB a layer"
-        return Ready(call, jax.block_until_ready, output, layers, note=note)
+        return Ready(call, jax.block_until_ready, output, layers, chained, note)
 
 
 class JaxPaged:
@@ -103,14 +103,26 @@ class JaxPaged:
             interpret=jax.default_backend() != "gpu",
         )
         q = (data.q * cell.head_dim**-0.5).astype(data.q.dtype)  # it does not scale
-        call = _compiled(attend, q, ks, vs, jnp.asarray(table), jnp.asarray(pages.lengths, jnp.int32))
+        call, chained = _compiled(attend, q, ks, vs, jnp.asarray(table), jnp.asarray(pages.lengths, jnp.int32))
         note = f"pages of {pages.page_size}, {splits} splits; KV heads first, transposed beforehand"
-        return Ready(call, jax.block_until_ready, lambda out: np.asarray(out[0], np.float32), layers, note=note)
+
+        def output(out: list[jax.Array]) -> np.ndarray:
+            return np.asarray(out[0], np.float32)
+
+        return Ready(call, jax.block_until_ready, output, layers, chained, note)
 
 
-def _compiled(attend: Callable[..., Any], q: Any, ks: list[Any], vs: list[Any], *rest: Any) -> Callable[[], Any]:
+def _compiled(
+    attend: Callable[..., Any], q: Any, ks: list[Any], vs: list[Any], *rest: Any
+) -> tuple[Callable[[], Any], Callable[[], Callable[[], Any]]]:
+    """A call over all layers, and what makes the one to time as a whole."""
     compiled = harness.over_layers(attend).lower(q, ks, vs, *rest).compile()
-    return lambda: compiled(q, ks, vs, *rest)
+
+    def chained() -> Callable[[], Any]:
+        whole = harness.fed_back(attend, q, ks, vs, *rest).compile()
+        return harness.feeding_back(whole, q, ks, vs, *rest)
+
+    return lambda: compiled(q, ks, vs, *rest), chained
 
 
 @jax.jit

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.suites.searches import random_search, standing
 from tree_attention_jax import TokenTree
 
 FOLDER = Path(__file__).parent
@@ -19,7 +20,8 @@ class Cell:
     """One tree under one head setting.
 
     Its name says the tree: ``"1,4_256,32"`` is nodes a level, then tokens a node; ``"16x2048+draft64"`` is 16 requests
-    with a prompt of 2,048 tokens and a draft of 64 nodes each.
+    with a prompt of 2,048 tokens and a draft of 64 nodes each; ``"search600x30"`` is a random search tree of 600 nodes
+    of 30 tokens on average; ``"sorting@800"`` is a recorded one at that decode step.
     """
 
     name: str
@@ -46,6 +48,11 @@ class Cell:
             return TokenTree.from_paths(
                 draft_paths(int(nodes)), [int(prompt)] * int(requests), page_size=self.page_size
             )
+        if "@" in self.name:
+            trace, step = self.name.split("@")
+            return standing(trace, int(step))
+        if self.name.startswith("search"):
+            return random_search(*map(int, self.name.removeprefix("search").split("x")))
         levels, tokens = self.name.split("_")
         return TokenTree.from_levels([int(x) for x in levels.split(",")], [int(x) for x in tokens.split(",")])
 
@@ -55,7 +62,8 @@ def cells(suite: str) -> Iterator[Cell]:
 
     ``fasttree``: the 15 trees x 3 head settings of FastTree's kernel benchmark. ``pat``: PAT's 20 x 4. ``decode``: the
     forests of ``decoding.py`` after some steps. ``verify``: draft trees below prompts. ``long``: nothing shared.
-    ``shared``: a node shared by 1,024 queries. ``heads``: head dims and page sizes.
+    ``shared``: a node shared by 1,024 queries. ``heads``: head dims and page sizes. ``odd``: trees without
+    powers of two, as searches leave them.
     """
     suites = _suites()
     if suite not in suites:

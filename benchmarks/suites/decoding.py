@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.suites.searches import thoughts
 from tree_attention_jax.cache import SequenceTree
 
 
@@ -122,14 +121,6 @@ def scaled(forest: Forest) -> Forest:
     """A hundredth of the tokens, and at most two roots and four sequences below each."""
     nodes = tuple(min(n, 2 * 2**level) for level, n in enumerate(forest.nodes))
     return Forest(nodes, tuple(-(-tokens // 100) for tokens in forest.tokens))
-
-
-def thoughts(name: str) -> list[list[int]]:
-    """A recorded tree-of-thoughts run: [parent, tokens, first decode step] of each node, node 0 the prompt."""
-    trees = json.loads((Path(__file__).parent / "thoughts.json").read_text())["trees"]
-    if name not in trees:
-        raise ValueError(f"trace is {name!r}: known are {', '.join(trees)}")
-    return trees[name]
 
 
 def replay(tree: SequenceTree, root: int, trace: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:

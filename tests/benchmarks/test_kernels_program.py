@@ -116,10 +116,10 @@ def test_peers_beside_ours(program, capsys):
 
 
 def test_a_strategy_that_cannot_plan_is_recorded(program, monkeypatch):
-    def compile_or_not(cell, strategy):
+    def compile_or_not(cell, strategy, wall):
         if strategy == "per_node":
             raise MemoryError("too many items")
-        return compiled(cell, strategy)
+        return compiled(cell, strategy, wall)
 
     compiled = kernels._compile
     monkeypatch.setattr(kernels, "_compile", compile_or_not)

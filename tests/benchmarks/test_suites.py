@@ -8,7 +8,7 @@ import pytest
 from benchmarks import harness
 from benchmarks.suites import Cell, cells, draft_paths, suite_names
 
-COUNTS = {"fasttree": 45, "pat": 80, "decode": 6, "verify": 7, "long": 2, "shared": 6, "heads": 27}
+COUNTS = {"fasttree": 45, "pat": 80, "decode": 6, "verify": 7, "long": 2, "shared": 6, "heads": 27, "odd": 24}
 
 
 def test_all_suites_are_known():
@@ -40,6 +40,28 @@ def test_drafts_have_their_nodes(nodes):
     tree = Cell(f"3x40+draft{nodes}", 32, 8).tree()
     assert tree.num_queries == 3 * nodes
     assert tree.kv_len.sum() == 3 * (40 + nodes)
+
+
+def test_search_trees_hang_together():
+    tree = Cell("search600x30", 32, 8).tree()
+    assert tree.num_nodes == 600
+    assert tree.kv_len[1:].mean() == pytest.approx(30, rel=0.15)
+    assert 100 < tree.num_queries < 500
+
+
+def test_recorded_tree_stands_with_what_still_grows():
+    prompt, children = 1104, [1068, 897, 900, 1050]  # of the first level, those of 799 tokens or more, begun at step 1
+    tree = Cell("sorting@800", 32, 8).tree()
+    assert tree.kv_len[0] == prompt
+    first_level = tree.kv_len[tree.parent == 0]
+    assert sorted(first_level[first_level == 799]) == [799] * len(children)
+    with pytest.raises(ValueError, match="nothing grows"):
+        Cell("sorting@100000", 32, 8).tree()
+
+
+def test_odd_trees_are_in_no_other_suite():
+    others = {cell.name for suite in COUNTS if suite != "odd" for cell in cells(suite)}
+    assert not others & {cell.name for cell in cells("odd")}
 
 
 def test_likely_drafts_are_part_of_the_recorded_one():

@@ -1,9 +1,9 @@
 """The cost model: tile shapes with their measured costs, and the time of a launch.
 
 A launch takes ``launch_us + max(max(work, memory) + OVERLAP * min(work, memory), latency)``: matrix work over all SMs
-and bytes overlap in part in short launches, and no launch ends before its longest item, from its start to its end. The
-form was fitted to 205 launches on an H200 (``benchmarks/fit.py``); it meets these within 7%, root mean square, and has
-not been held against others.
+and bytes overlap in part in short launches; programs that do not fit at once run in waves, the last one as long as a
+full one; and no launch ends before its longest item. ``benchmarks/fit.py`` fits the constants to launches on an H200,
+and says how well they meet trees that they were not fitted to.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from tree_attention_jax.planning.tiles import fitted, resident_programs
 OVERLAP = 0.5
 # ... up to so many microseconds: a long launch reaches a steady state.
 MAX_EXPOSED_US = 60.0
+# Some SMs have one program more than others: work lasts longer by that ratio to this power.
+IMBALANCE = 0.5
 # Beside its steps a program begins and ends: this share of what that takes while as many programs as fit do the same.
 ENDS = 0.75
 # Below its top, the share of a joined segment's steps that compare intervals: the rest are ancestors of the whole tile.
@@ -62,6 +64,11 @@ class ShapeTable:
     token_us: np.ndarray
     mixed_token_us: np.ndarray
     masked_token_us: np.ndarray
+
+    def usual(self) -> int:
+        """The shape that suits narrow tiles of about any length: of the fewest rows, with the most warps."""
+        narrow = [index for index, tile in enumerate(self.tiles) if tile.rows == self.tiles[0].rows]
+        return max(narrow, key=lambda index: self.tiles[index].warps)
 
     def take(self, index: Any) -> ShapeTable:
         """The same of some shapes, or of one: then scalars."""
@@ -142,10 +149,10 @@ def launch_time(profile: GpuProfile, shape: ShapeTable, steps, items, longest, m
         masked: share of the steps that do.
     """
     step_us = mean_step_us(shape, can_mask, masked)
-    work = (steps * step_us + items * shape.item_us) * shape.programs
-    programs = items * shape.programs * profile.num_sms
+    an_sm = np.maximum(items * shape.programs, 1e-6)
+    work = (steps * step_us + items * shape.item_us) * shape.programs * (_ceil(an_sm) / an_sm) ** IMBALANCE
     # Programs that do not fit at once run in waves; each waits out its own loads.
-    waves = np.maximum(1.0, programs / shape.slots)
+    waves = _ceil(an_sm * profile.num_sms / shape.slots)
     latency_us = mean_latency_us(shape, can_mask, masked)
     ends = ENDS * shape.item_us * (shape.slots / profile.num_sms)
     latency = np.maximum(longest * latency_us + ends, (steps / np.maximum(items, 1.0) * latency_us + ends) * waves)
@@ -153,3 +160,8 @@ def launch_time(profile: GpuProfile, shape: ShapeTable, steps, items, longest, m
     exposed = np.minimum(OVERLAP * np.minimum(work, memory), MAX_EXPOSED_US)
     busy = np.maximum(work, memory) + exposed
     return profile.launch_us + np.maximum(np.maximum(busy, latency), reread)
+
+
+def _ceil(values: Any) -> Any:
+    """Of quotients that may be a whole number and a little."""
+    return np.ceil(values - 1e-9)

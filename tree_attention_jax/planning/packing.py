@@ -16,8 +16,8 @@ from tree_attention_jax.planning.tiles import resident_programs
 
 # Partials merged at a time: most queries have a few; of a long split context there are many.
 FEW_PARTIALS, MANY_PARTIALS = 4, 16
-# With more on average, or so many of one query, many at a time are faster, and else up to twice as slow.
-FEW_ON_AVERAGE = 6
+# With more on average, many at a time are faster, and else up to twice as slow; of so few queries it does not matter.
+FEW_ON_AVERAGE, FEW_QUERIES = 8, 64
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     buffer[places.lists : growing_at] = reduce_list
     buffer[growing_at:grow_lists_at] = growing.ravel()
     buffer[grow_lists_at : grow_lists_at + len(grow_lists)] = grow_lists
-    partial_rows, listed = capacity.partials if num_partials else 0, np.diff(reduce_ptr)
-    many = num_partials > FEW_ON_AVERAGE * np.count_nonzero(listed) or listed.max(initial=0) > MANY_PARTIALS
+    partial_rows = capacity.partials if num_partials else 0
+    many = row_capacity <= FEW_QUERIES or num_partials > FEW_ON_AVERAGE * np.count_nonzero(np.diff(reduce_ptr))
     assert partial_rows is not None
     shape = lo.WorkShape(
         num_q_heads=problem.heads.num_q_heads,

@@ -66,10 +66,11 @@ def price(
     longest = np.maximum.reduceat(blocks.tokens, blocks.first)
     steps = np.bincount(launch, np.ceil(blocks.tokens / shapes.block_kv[launch]) * blocks.count)
     items = np.bincount(launch, blocks.count)
-    # Row 0: whole items. The other rows: powers of two.
-    halvings = max(int(longest.max()) - 1, 0).bit_length() - (MIN_TOKENS - 1).bit_length()
-    length = np.full((1 + max(halvings, 0), 1), np.inf)
-    length[1:, 0] = MIN_TOKENS << np.arange(len(length) - 1)
+    # Row 0: whole items. The other rows: powers of two, and what is half way between.
+    halvings = max(max(int(longest.max()) - 1, 0).bit_length() - (MIN_TOKENS - 1).bit_length(), 0)
+    length = np.full((1 + 2 * halvings, 1), np.inf)
+    length[1::2, 0] = MIN_TOKENS << np.arange(halvings)
+    length[2::2, 0] = 1.5 * length[1::2, 0]
     more, written = _splits(blocks, launch, length, reduced)
     most = np.ceil(np.minimum(length, longest) / shapes.block_kv)
     time = launch_time(profile, shapes, steps, items + more, most, memory, can_mask, masked)

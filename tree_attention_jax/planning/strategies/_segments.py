@@ -20,7 +20,7 @@ class Sums:
     Attributes:
         rows: of the top.
         total, extra: tokens of all nodes, and the same weighted by each node's rows - 1.
-        own: the top's own tokens, which every row sees; 0 if they are another segment's.
+        own: tokens that every row sees: the top's, or those of its only child if the top's are another segment's.
     """
 
     rows: np.ndarray
@@ -76,7 +76,7 @@ class SegmentSums:
             return sums
 
         inner, leaf = levels.inner, levels.leaf
-        own = np.stack([tokens[inner], np.zeros(len(inner), np.float32)])[:, None]
+        own = np.stack([tokens[inner], _of_only_child(levels, tokens)])[:, None]
         return SegmentSums(
             Sums(rows[inner], with_and_without(tokens), with_and_without(extra), own),
             Sums(rows[leaf], tokens[leaf], extra[leaf], tokens[leaf]),
@@ -99,13 +99,21 @@ class SegmentSums:
             out[leaf] = theirs[at[leaf]]
             return out
 
-        own = np.where(segments.below > 0, 0, levels.tokens[segments.top]).astype(np.float32)
+        own = levels.tokens[segments.top].astype(np.float32)
+        below = segments.below > 0
+        own[below] = _of_only_child(levels, levels.tokens)[at[below]]
         return Sums(
             levels.rows[segments.top].astype(np.float32),
             gather(self.inner.total, self.leaf.total),
             gather(self.inner.extra, self.leaf.extra),
             own,
         )
+
+
+def _of_only_child(levels: Levels, tokens: np.ndarray) -> np.ndarray:
+    """float32 [I]: tokens of inner nodes' children that have no siblings, as a root under the virtual one; else 0."""
+    child, last = levels.low[1], levels.high[1]
+    return np.where(last - child == 1, tokens[child], 0).astype(np.float32)
 
 
 def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums, alone: np.ndarray | bool) -> np.ndarray:

@@ -48,6 +48,9 @@ SHORTEST_STEP = 32
 # Plain items run apart from masked ones where that gains so many times as much as their launch costs: if it gained
 # little, a growing tree would meet both kinds of plan all the time.
 SPLIT = 2.0
+# The model misses launches by about so much. Among candidates as near as that, the one of the usual narrow shape wins:
+# else a growing tree would meet all shapes that are good for it in turn, each of them a program to compile.
+NEARLY = 0.08
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
 
@@ -135,7 +138,8 @@ def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]
     total = np.bincount(whose, weights=pricing.time)
     partial_us = problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
     total += np.where(has_partials, problem.profile.launch_us + written * partial_us, 0)
-    best = int(total.argmin())
+    unusual = np.maximum.reduceat(shape != shapes.usual(), exclusive_cumsum(np.array(counts))[:-1])
+    best = int((total * np.where(unusual, 1 + NEARLY, 1)).argmin())
     mine = slice(sum(counts[:best]), sum(counts[: best + 1]))
     ours = whose == best
 
