@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_ranges
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_places, ragged_ranges
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
@@ -173,7 +173,7 @@ def _launch_keys(
 def _emit(problem: Problem, levels: Levels, plan: _Plan, shapes: ShapeTable) -> Tiling:
     """One block a row tile of each segment; now that the tiles are known, each launch's split limit is set."""
     step = shapes.queries.astype(np.int32)[plan.launch // 2]
-    owner, nth = ragged_ranges(np.zeros_like(plan.tiles), plan.tiles)
+    owner, nth = ragged_places(plan.tiles)
     launch = plan.launch[owner]
     by_launch = np.argsort(launch, kind="stable")
     owner, nth, launch = owner[by_launch], nth[by_launch], launch[by_launch]
