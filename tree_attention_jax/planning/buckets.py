@@ -12,7 +12,7 @@ all launches follow the level of the arrays, and no more programs than the GPU h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 # Capacities at level 0; each level has GROWTH times as much of everything.
 GROWTH = 4
@@ -47,13 +47,12 @@ class Buckets:
     buffer: int | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             if value is None:
                 continue
-            numbers = value if field.name == "items" and isinstance(value, tuple) and value else (value,)
+            numbers = value if name == "items" and isinstance(value, tuple) and value else (value,)
             if any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in numbers):
-                raise ValueError(f"buckets.{field.name} is {value!r}: a capacity is a positive integer, or None")
+                raise ValueError(f"buckets.{name} is {value!r}: a capacity is a positive integer, or None")
 
     def at_level(self, level: int) -> Buckets:
         """All four capacities."""

@@ -20,15 +20,16 @@ class Entries:
     Behind those of a tile with growing leaves lies its reserve: room for the tokens that they will append.
     """
 
-    tile: np.ndarray  # whose list an entry was made for
     word: np.ndarray  # slot and count, packed
     position: np.ndarray
     low: np.ndarray  # complemented where the entry is causal
     high: np.ndarray
-    node: np.ndarray
-    chunk: np.ndarray  # (first_slot + token index) // unit: which stretch of its node's pages this is
     begin: np.ndarray
     real: np.ndarray
+    # Of each entry, for leaves that grow: empty without a horizon.
+    tile: np.ndarray  # whose list it was made for
+    node: np.ndarray
+    chunk: np.ndarray  # (first_slot + token index) // unit: which stretch of its node's pages this is
 
 
 def make_entries(problem: Problem, pieces: Pieces, num_tiles: int) -> tuple[Entries, Entries, tuple[int, int]]:
@@ -125,22 +126,21 @@ def _expand(
         seen_from = spread((layout.row_begin - layout.old_len).take(node) - first_slot) + begin
         low = np.where(spread(pieces.causal), ~seen_from, low)
     high, position = spread(layout.row_end.take(node)), spread(layout.position.take(node) - first_slot) + begin
-    tile, node = spread(pieces.tile), spread(node)
+    growth = (spread(pieces.tile), spread(node), chunk) if problem.horizon else (np.zeros(0, np.int32),) * 3
 
     def part(first: int, last: int, which: slice) -> Entries:
         of_tile, listed = pieces.tile[first:last], counts[first:last]
-        begin = exclusive_cumsum(np.bincount(of_tile, listed, num_tiles))
-        filled = listed * ~pieces.reserve[first:last] if problem.horizon else listed
+        held = real = np.bincount(of_tile, listed, num_tiles)
+        if problem.horizon:
+            real = np.bincount(of_tile, listed * ~pieces.reserve[first:last], num_tiles)
         return Entries(
-            tile=tile[which],
-            word=word[which],
-            position=position[which],
-            low=low[which],
-            high=high[which],
-            node=node[which],
-            chunk=chunk[which],
-            begin=begin[:-1],
-            real=np.bincount(of_tile, filled, num_tiles).astype(np.int32),
+            word[which],
+            position[which],
+            low[which],
+            high[which],
+            exclusive_cumsum(held)[:-1],
+            real.astype(np.int32),
+            *(column[which] for column in growth),
         )
 
     border = int(counts[:num_plain].sum())

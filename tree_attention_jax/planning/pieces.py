@@ -38,7 +38,7 @@ class Pieces:
 def cut_into_pieces(problem: Problem, tiling: Tiling) -> Pieces:
     """Pieces of all blocks, each of which is a tile, sorted by tile."""
     layout = problem.layout
-    tile = np.arange(tiling.num_blocks).repeat(np.diff(tiling.run_indptr))
+    tile = np.arange(tiling.num_blocks).repeat(tiling.run_indptr[1:] - tiling.run_indptr[:-1])
     node, begin, end = tiling.node, tiling.begin, tiling.end
     low, high = layout.row_begin.take(node), layout.row_end.take(node)
     first, last = tiling.row_begin.take(tile), tiling.row_end.take(tile)
