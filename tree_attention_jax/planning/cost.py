@@ -31,6 +31,25 @@ MASKED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
+class SegmentCosts:
+    """Costs of segments by shape: float32 [S, 1], microseconds.
+
+    Attributes:
+        queries: a tile holds.
+        plain_us: of a token in a program that cannot mask.
+        token_us: in one that can.
+        masked_us: what a token costs more if it is masked.
+        tile_us: of a tile beside its tokens.
+    """
+
+    queries: np.ndarray
+    plain_us: np.ndarray
+    token_us: np.ndarray
+    masked_us: np.ndarray
+    tile_us: np.ndarray
+
+
+@dataclass(frozen=True)
 class ShapeTable:
     """Tile shapes and what they cost here, as arrays [S]; microseconds of one SM unless said otherwise.
 
@@ -63,10 +82,25 @@ class ShapeTable:
     mixed_token_us: np.ndarray
     masked_token_us: np.ndarray
 
+    @functools.cached_property
+    def segment_costs(self) -> SegmentCosts:
+        """What :func:`.segment_times` needs of the shapes."""
+        several = self.queries > 1  # a tile of one query needs no masks
+        plain_us = self.programs * self.token_us
+        mixed_us = np.where(several, self.programs * self.mixed_token_us, plain_us)
+        masked_us = np.where(several, self.programs * self.masked_token_us, plain_us)
+        tile_us = self.programs * (self.item_us + 0.5 * self.step_us)
+        columns = (self.queries, plain_us, mixed_us, masked_us - mixed_us, tile_us)
+        return SegmentCosts(*(column.astype(np.float32)[:, None] for column in columns))
+
     def take(self, index: Any) -> ShapeTable:
         """The same of some shapes, or of one: then scalars."""
-        picked = {name: getattr(self, name)[index] for name in self.__dataclass_fields__ if name != "tiles"}
-        return ShapeTable(self.tiles, **picked)
+        return ShapeTable(self.tiles, *self._columns.take(index, axis=1))
+
+    @functools.cached_property
+    def _columns(self) -> np.ndarray:
+        """All fields but the first, stacked."""
+        return np.stack([getattr(self, name) for name in self.__dataclass_fields__ if name != "tiles"])
 
 
 def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:

@@ -31,14 +31,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_places, ragged_ranges
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_arange, ragged_places
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
-from tree_attention_jax.planning.strategies._launches import Blocks, price
+from tree_attention_jax.planning.strategies._launches import Blocks, price, starts
 from tree_attention_jax.planning.strategies._levels import Levels
-from tree_attention_jax.planning.strategies._segmentation import Segments, cheapest
-from tree_attention_jax.planning.strategies._segments import SegmentSums, Sums, segment_times
+from tree_attention_jax.planning.strategies._segmentation import cheapest
+from tree_attention_jax.planning.strategies._segments import BELOW, SegmentTable, segment_times
 from tree_attention_jax.planning.tiling import Tiling
 
 # Tiles of a segment may see more tokens than their average: if so many times as many, split limits are priced again.
@@ -56,103 +56,92 @@ def auto(problem: Problem) -> Tiling:
     if problem.layout.num_rows == 0:
         none = np.zeros(0, np.int32)
         return make_tiling(problem, none, none, np.zeros(1, np.int32), none, none, none)
-    levels = Levels.of(problem, MAX_SPAN)
+    table = SegmentTable.of(Levels.of(problem, MAX_SPAN), problem.unit)
     shapes = shapes_for(problem, SHORTEST_STEP)
-    return _emit(problem, levels, _cheapest(problem, shapes, _candidates(problem, levels, shapes)), shapes)
+    candidates = _candidates(problem, table, shapes)
+    return _emit(problem, table, _cheapest(problem, table, shapes, candidates), shapes)
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    """A segmentation with the shape of each segment."""
+class _Candidates:
+    """Segmentations, one after the other: [M] segments of all."""
 
-    segments: Segments
-    sums: Sums
+    owner: np.ndarray  # the segmentation
+    segments: np.ndarray  # places in the table
     shape: np.ndarray
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The winner, with what was decided of it; [M] as in :class:`Segments`."""
+    """The winner, with what was decided of it."""
 
-    segments: Segments
-    tiles: np.ndarray
-    launch: np.ndarray  # shape * 2 + masked
-    memory: np.ndarray  # by launch, as the next three: time to read its K/V once
+    segments: np.ndarray  # places in the table
+    tiles: np.ndarray  # of each segment
+    launch: np.ndarray  # of each segment: shape * 2 + masked
+    memory: np.ndarray  # by launch in use, as the next three: time to read its K/V once
     share: np.ndarray  # of its steps that are masked
     longest: np.ndarray  # tokens of a tile, by the estimate
     limit: np.ndarray  # tokens an item may have at most
     has_partials: bool
 
 
-def _candidates(problem: Problem, levels: Levels, shapes: ShapeTable) -> list[_Candidate]:
+def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _Candidates:
     """The optimum of the programme, the optimum with each of its shapes alone, and one segment for everything."""
-    sums = SegmentSums.of(levels, problem.unit)
-    alone = np.zeros(sums.inner.total.shape, bool)
-    alone[0, 0] = True
-    inner, leaf = segment_times(problem, shapes, sums.inner, alone), segment_times(problem, shapes, sums.leaf, True)
+    levels, alone = table.levels, table.alone()
+    time = segment_times(problem, shapes, table.sums, alone)
     partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
 
-    best = cheapest(levels, inner.min(axis=0), leaf.min(axis=0), partial)
-    picked = sums.pick(levels, best)
-    shape = segment_times(problem, shapes, picked, best.alone()).argmin(axis=0)
-    found = [_Candidate(best, picked, shape)]
-    used = np.flatnonzero(np.bincount(shape))
+    best = cheapest(table, time.min(axis=0), partial)
+    shape = segment_times(problem, shapes, table.pick(best), alone.take(best)).argmin(axis=0)
+    found, shape_of, counts = [best], [shape], [len(best)]
+    used = np.bincount(shape).nonzero()[0]
     for index in used if len(used) > 1 else ():
-        segments = cheapest(levels, inner[index], leaf[index], partial)
-        found.append(_Candidate(segments, sums.pick(levels, segments), np.full(len(segments.top), index)))
+        found.append(cheapest(table, time[index], partial))
+        counts.append(len(found[-1]))
+        shape_of.append(np.full(counts[-1], index))
     if levels.depth <= levels.spans:
-        whole = Segments.whole_forest(levels)
-        picked = sums.pick(levels, whole)
-        found += [_Candidate(whole, picked, np.full(1, index)) for index in range(len(shapes.tiles))]
-    return found
+        every = np.arange(len(shapes.tiles))
+        found.append(np.full(len(every), table.place(BELOW, levels.depth - 1, 0)))
+        counts += [1] * len(every)
+        shape_of.append(every)
+    return _Candidates(np.arange(len(counts)).repeat(counts), np.concatenate(found), np.concatenate(shape_of))
 
 
-def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]) -> _Plan:
+def _cheapest(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Plan:
     """The candidate with the least time as a whole: launches with their tails, partials and the reduction."""
-    num_shapes = len(shapes.tiles)
-    counts = [len(candidate.shape) for candidate in candidates]
-    owner = np.repeat(np.arange(len(candidates)), counts)
-    shape = np.concatenate([candidate.shape for candidate in candidates])
-    below = np.concatenate([candidate.segments.below for candidate in candidates])
-    span = np.concatenate([candidate.segments.span for candidate in candidates])
-    sums = Sums.concatenate([candidate.sums for candidate in candidates])
-    queries = shapes.queries[shape]
+    num_shapes, profile = len(shapes.tiles), problem.profile
+    owner, segments, shape = candidates.owner, candidates.segments, candidates.shape
+    sums = table.pick(segments)
+    queries = shapes.queries.take(shape)
     rows, tiles = np.minimum(sums.rows, queries), sums.tiles(queries)
     walked = sums.walked(queries, tiles)
-    can_mask = (below + span > 0) & (rows > 1)  # a single row sees all that its tile walks
+    can_mask = ~table.alone().take(segments) & (rows > 1)  # a single row sees all that its tile walks
     key = _launch_keys(problem, shapes, owner * num_shapes + shape, can_mask, walked)
     order = np.argsort(key, kind="stable")
-    sorted_key = key[order]
-    first = _starts(sorted_key)
-    whose, launch = np.divmod(sorted_key[first], 2 * num_shapes)
-    blocks = Blocks(first, tiles[order], (walked / tiles)[order], rows[order])
-    memory = np.add.reduceat(sums.total[order], first) * (problem.heads.token_bytes / problem.profile.bytes_per_us)
+    sorted_key = key.take(order)
+    first = starts(sorted_key)
+    whose, launch = np.divmod(sorted_key.take(first), 2 * num_shapes)
+    blocks = Blocks(first, tiles.take(order), (walked / tiles).take(order), rows.take(order))
+    memory = np.add.reduceat(sums.total.take(order), first) * (problem.heads.token_bytes / profile.bytes_per_us)
     written = np.bincount(owner, weights=sums.rows)
     has_partials = written > problem.layout.num_rows  # some row has several segments
-    masked = np.where(can_mask, sums.masked(tiles, walked), 0)[order]
-    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked[order], first), 1)
+    masked = (sums.masked(tiles, walked) * can_mask).take(order)
+    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked.take(order), first), 1)
     pricing = price(problem, shapes.take(launch // 2), blocks, memory, launch % 2 == 1, share, has_partials[whose])
     total = np.bincount(whose, weights=pricing.time)
-    partial_us = problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
-    total += np.where(has_partials, problem.profile.launch_us + written * partial_us, 0)
+    partial_us = problem.heads.partial_bytes / profile.partial_bytes_per_us
+    total += np.where(has_partials, profile.launch_us + written * partial_us, 0)
     best = int(total.argmin())
-    mine = slice(sum(counts[:best]), sum(counts[: best + 1]))
-    ours = whose == best
-
-    def by_launch(values: np.ndarray) -> np.ndarray:
-        out = np.zeros(2 * num_shapes, values.dtype)
-        out[launch[ours]] = values[ours]
-        return out
-
+    mine, ours = (owner == best).nonzero()[0], (whose == best).nonzero()[0]
     return _Plan(
-        candidates[best].segments,
-        tiles[mine].astype(np.int32),
-        key[mine] % (2 * num_shapes),
-        by_launch(memory),
-        by_launch(share),
-        by_launch(np.maximum.reduceat(blocks.tokens, first)),
-        by_launch(pricing.limit),
-        bool(has_partials[best]),
+        segments=segments.take(mine),
+        tiles=tiles.take(mine).astype(np.int32),
+        launch=key.take(mine) % (2 * num_shapes),
+        memory=memory.take(ours),
+        share=share.take(ours),
+        longest=np.maximum.reduceat(blocks.tokens, first).take(ours),
+        limit=pricing.limit.take(ours),
+        has_partials=bool(has_partials[best]),
     )
 
 
@@ -166,53 +155,45 @@ def _launch_keys(
     shape = key % len(shapes.tiles)
     costs_us = (shapes.programs * (shapes.mixed_token_us - shapes.token_us))[shape] * walked
     has_masked = np.bincount(key, weights=can_mask) > 0
-    cheap = np.bincount(key, weights=np.where(can_mask, 0, costs_us)) < SPLIT * problem.profile.launch_us
-    return key * 2 + (can_mask | (has_masked & cheap)[key])
+    cheap = np.bincount(key, weights=costs_us * ~can_mask) < SPLIT * problem.profile.launch_us
+    return key * 2 + (can_mask | (has_masked & cheap).take(key))
 
 
-def _emit(problem: Problem, levels: Levels, plan: _Plan, shapes: ShapeTable) -> Tiling:
+def _emit(problem: Problem, table: SegmentTable, plan: _Plan, shapes: ShapeTable) -> Tiling:
     """One block a row tile of each segment; now that the tiles are known, each launch's split limit is set."""
-    step = shapes.queries.astype(np.int32)[plan.launch // 2]
+    levels, step = table.levels, shapes.queries.astype(np.int32).take(plan.launch // 2)
     owner, nth = ragged_places(plan.tiles)
-    launch = plan.launch[owner]
-    by_launch = np.argsort(launch, kind="stable")
-    owner, nth, launch = owner[by_launch], nth[by_launch], launch[by_launch]
-    top = plan.segments.top[owner]
-    row0 = levels.row_begin[top] + nth * step[owner]
-    row1 = np.minimum(row0 + step[owner], levels.row_end[top])
-    level, below, span = levels.level[top], plan.segments.below[owner], plan.segments.span[owner]
-    pairs, low, high = levels.nodes_of_tiles(row0, row1, level + below, level + span)
-    run_indptr = exclusive_cumsum(high - low)[pairs]
-    node = levels.node[ragged_ranges(low, high)[1]]
-    length = problem.tree.kv_len[node]
-    first = _starts(launch)
-    tokens = np.diff(exclusive_cumsum(length)[run_indptr])
-    tiling = make_tiling(
-        problem,
+    by_launch = np.argsort(plan.launch.take(owner), kind="stable")
+    owner, nth = owner.take(by_launch), nth.take(by_launch)
+    launch, segments = plan.launch.take(owner), plan.segments.take(owner)
+    top, step = table.top.take(segments), step.take(owner)
+    row0 = levels.row_begin.take(top) + nth * step
+    row1 = np.minimum(row0 + step, levels.row_end.take(top))
+    level = levels.level.take(top)
+    pairs, low, high = levels.nodes_of_tiles(
+        row0, row1, level + table.below(segments), level + table.span.take(segments)
+    )
+    counts = high - low
+    run_indptr = exclusive_cumsum(counts).take(pairs)
+    node = levels.node.take(low.repeat(counts) + ragged_arange(counts))
+    length = problem.tree.kv_len.take(node)
+    tokens_before = exclusive_cumsum(length).take(run_indptr)
+    tokens = tokens_before[1:] - tokens_before[:-1]
+    first = starts(launch)  # the launches in use, in order
+    which = launch.take(first)
+    blocks = Blocks(first, np.ones(len(launch)), tokens.astype(np.float64), (row1 - row0).astype(np.float64))
+    limit, kind = plan.limit, blocks.launch()
+    if (np.maximum.reduceat(blocks.tokens, first) > LONGER_THAN_THOUGHT * plan.longest).any():
+        reduced = np.full(len(first), plan.has_partials)
+        limit = price(problem, shapes.take(which // 2), blocks, plan.memory, which % 2 == 1, plan.share, reduced).limit
+    return Tiling(
         row_begin=row0,
         row_end=row1,
         run_indptr=run_indptr,
         node=node,
         begin=np.zeros(len(node), np.int32),
         end=length,
-        kind=launch,
-        tiles=tuple(tile for tile in shapes.tiles for _ in range(2)),
+        tile=kind.astype(np.int32),
+        max_tokens=limit.take(kind),
+        tiles=tuple(shapes.tiles[index // 2] for index in which.tolist()),
     )
-    blocks = Blocks(first, np.ones(len(launch)), tokens.astype(np.float64), (row1 - row0).astype(np.float64))
-    which = launch[first]
-    limit = plan.limit[which]
-    if (np.maximum.reduceat(blocks.tokens, first) > LONGER_THAN_THOUGHT * plan.longest[which]).any():
-        reduced = np.full(len(first), plan.has_partials)
-        limit = price(
-            problem, shapes.take(which // 2), blocks, plan.memory[which], which % 2 == 1, plan.share[which], reduced
-        ).limit
-    tiling.max_tokens[:] = limit[blocks.launch()]
-    return tiling
-
-
-def _starts(values: np.ndarray) -> np.ndarray:
-    """Where each run of equal values begins."""
-    new = np.empty(len(values), bool)
-    new[:1] = True
-    np.not_equal(values[1:], values[:-1], out=new[1:])
-    return np.flatnonzero(new)
