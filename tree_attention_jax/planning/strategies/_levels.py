@@ -54,18 +54,20 @@ class Levels:
         order = layout.order
         rows = layout.row_end - layout.row_begin
         if not rows.all():
-            order = order[rows[order] > 0]
-        depth = layout.depth[order]
+            order = order[rows.take(order) > 0]
+        depth = layout.depth.take(order)
+        counts = np.bincount(depth)
+        if len(counts) <= 2**15:
+            depth = depth.astype(np.int16)  # which NumPy sorts by radix
         node = np.empty(len(order) + 1, np.int32)
         node[0] = -1  # reads the last node's fields, which are overwritten below
-        node[1:] = order[np.argsort(depth, kind="stable")]
-        counts = np.bincount(depth)
+        node[1:] = order.take(np.argsort(depth, kind="stable"))
         begin = [0, *(exclusive_cumsum(counts) + 1).tolist()]
-        children = np.bincount(tree.parent[node[begin[2] :]], minlength=tree.num_nodes)[node]
+        children = np.bincount(tree.parent.take(node[begin[2] :]), minlength=tree.num_nodes).take(node)
         children[0] = counts[0]
         inner, leaf = children.nonzero()[0], (children == 0).nonzero()[0]
         above = np.zeros(len(node), np.intp)
-        above[1:] = np.arange(len(inner)).repeat(children[inner])
+        above[1:] = np.arange(len(inner)).repeat(children.take(inner))
         # Children of i: child_begin[i] .. child_begin[i + 1] - 1.
         child_begin = np.ones(len(node) + 1, np.intp)
         child_begin[1:] += np.add.accumulate(children)
@@ -76,7 +78,7 @@ class Levels:
             child_begin.take(bounds[k], out=bounds[k + 1], mode="clip")  # they are in range; without a mode it is slow
 
         def with_root(root: int, values: np.ndarray) -> np.ndarray:
-            out = values[node]
+            out = values.take(node)
             out[0] = root
             return out
 
@@ -90,7 +92,7 @@ class Levels:
             begin=begin,
             inner=inner,
             leaf=leaf,
-            inner_begin=np.searchsorted(inner, begin).tolist(),
+            inner_begin=inner.searchsorted(begin).tolist(),
             above=above,
             bounds=bounds,
         )
