@@ -61,7 +61,7 @@ class Layout:
             row_begin=row_begin,
             row_end=row_offset.take(preorder + size),
             # A single new token is seen by its own row and all below, just like an old one.
-            old_len=np.where(q_len > 1, kv_len - q_len, kv_len),
+            old_len=kv_len - q_len * (q_len > 1),
             row_query=row_query,
             query_node=query_node.astype(np.int32),
             query_position=(position + kv_len - q_len).take(query_node) + nth,

@@ -12,6 +12,7 @@ all launches follow the level of the arrays, and no more programs than the GPU h
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 # Capacities at level 0; each level has GROWTH times as much of everything.
@@ -56,9 +57,7 @@ class Buckets:
 
     def at_level(self, level: int) -> Buckets:
         """All four capacities."""
-        rounded = {name: smallest * GROWTH**level for name, smallest in SMALLEST.items()}
-        given = {name: value for name in SMALLEST if (value := getattr(self, name)) is not None}
-        return Buckets(**(rounded | given))
+        return _at_level(self, level)
 
     def items_of(self, counts: list[int], programs: list[int], queries: list[int]) -> tuple[int, ...]:
         """Room for the items of each launch: there are so many, of so many programs each, in tiles of so many queries.
@@ -90,6 +89,13 @@ class Buckets:
             elif given < need:
                 raise ValueError(f"buckets.{name} is {given}: this plan needs {need}")
         return level
+
+
+@functools.lru_cache(maxsize=64)
+def _at_level(buckets: Buckets, level: int) -> Buckets:
+    rounded = {name: smallest * GROWTH**level for name, smallest in SMALLEST.items()}
+    given = {name: value for name, value in vars(buckets).items() if value is not None}
+    return Buckets(**(rounded | given))
 
 
 def _room(count: int, programs: int, queries: int) -> int:

@@ -163,7 +163,9 @@ def mean_latency_us(shape: ShapeTable, can_mask: Any, masked: Any) -> Any:
     return np.where(can_mask, mixed, shape.latency_us)
 
 
-def launch_time(profile: GpuProfile, shape: ShapeTable, steps, items, longest, memory, can_mask, masked) -> Any:
+def launch_time(
+    profile: GpuProfile, shape: ShapeTable, steps, items, longest, memory, can_mask, masked, latency_us=None
+) -> Any:
     """Microseconds of launches; all arguments but the first two are numbers, or arrays that broadcast.
 
     Args:
@@ -174,13 +176,15 @@ def launch_time(profile: GpuProfile, shape: ShapeTable, steps, items, longest, m
         memory: time to read the launch's K/V once.
         can_mask: whether the programs can mask.
         masked: share of the steps that do.
+        latency_us: :func:`mean_latency_us` of these, for callers who have it.
     """
     step_us = mean_step_us(shape, can_mask, masked)
     work = (steps * step_us + items * shape.item_us) * shape.programs
     programs = items * shape.programs * profile.num_sms
     # Programs that do not fit at once run in waves; each waits out its own loads.
     waves = np.maximum(1.0, programs / shape.slots)
-    latency_us = mean_latency_us(shape, can_mask, masked)
+    if latency_us is None:
+        latency_us = mean_latency_us(shape, can_mask, masked)
     ends = ENDS * shape.item_us * (shape.slots / profile.num_sms)
     latency = np.maximum(longest * latency_us + ends, (steps / np.maximum(items, 1.0) * latency_us + ends) * waves)
     reread = steps * shape.step_bytes / profile.l2_bytes_per_us

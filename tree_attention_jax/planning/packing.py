@@ -162,7 +162,7 @@ def _partials(problem: Problem, items: Items):
     shared = crowded.take(last) > crowded.take(first)
     if not shared.any():
         return np.full(len(first), -1), 0, np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
-    offset = exclusive_cumsum(np.where(shared, items.num_rows, 0))
+    offset = exclusive_cumsum(items.num_rows * shared)
     partial = np.where(shared, offset[:-1], -1)
     _, row = ragged_ranges(first[shared], last[shared])
     query = problem.layout.row_query.take(row)

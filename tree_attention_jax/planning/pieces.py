@@ -53,7 +53,7 @@ def cut_into_pieces(problem: Problem, tiling: Tiling) -> Pieces:
     whole = (low <= first) & (last <= high)
     no = np.zeros(len(tile), bool)
     parts = [Pieces(tile, node, begin, np.minimum(end, old), ~whole, no, no)]
-    fresh = np.flatnonzero(end > old)
+    fresh = (end > old).nonzero()[0]
     if len(fresh):
         tile, node, low, old, first, last = (x[fresh] for x in (tile, node, low, old, first, last))
         begin, end = np.maximum(begin[fresh], old), end[fresh]

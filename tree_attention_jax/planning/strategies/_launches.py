@@ -70,11 +70,13 @@ def price(
     length = _lengths(max(int(longest.max()) - 1, 0).bit_length())
     more, written = _splits(blocks, launch, length, reduced)
     most = np.ceil(np.minimum(length, longest) / shapes.block_kv)
-    time = launch_time(profile, shapes, steps, items + more, most, memory, can_mask, masked)
-    worth = most[0] * mean_latency_us(shapes, can_mask, masked) > SHORT_TAIL * time[0]
-    time[1:] += written[1:] * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
-    time[1:] += np.where(reduced, 0.0, profile.launch_us)
-    time[1:][~(worth & (length[1:] >= shapes.block_kv) & (length[1:] < longest))] = np.inf
+    latency_us = mean_latency_us(shapes, can_mask, masked)
+    time = launch_time(profile, shapes, steps, items + more, most, memory, can_mask, masked, latency_us)
+    worth = most[0] * latency_us > SHORT_TAIL * time[0]
+    split, shorter = time[1:], length[1:]
+    split += written[1:] * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
+    split += np.where(reduced, 0.0, profile.launch_us)
+    split[~(worth & (shorter >= shapes.block_kv) & (shorter < longest))] = np.inf
     best = time.argmin(axis=0)
     limit = np.where(best > 0, length[best, 0], 0).astype(np.int32)
     return Pricing(limit, time.min(axis=0))

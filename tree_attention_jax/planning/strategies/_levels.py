@@ -82,13 +82,16 @@ class Levels:
             out[0] = root
             return out
 
+        row_begin, row_end = with_root(0, layout.row_begin), with_root(layout.num_rows, layout.row_end)
+        level = np.zeros(len(node), np.intp)
+        level[1:] = np.arange(1, len(counts) + 1).repeat(counts)
         return Levels(
             node=node,
-            rows=with_root(layout.num_rows, rows),
+            rows=row_end - row_begin,
             tokens=with_root(0, tree.kv_len),
-            row_begin=with_root(0, layout.row_begin),
-            row_end=with_root(layout.num_rows, layout.row_end),
-            level=np.arange(len(begin) - 1).repeat(np.array([1, *counts])),
+            row_begin=row_begin,
+            row_end=row_end,
+            level=level,
             begin=begin,
             inner=inner,
             leaf=leaf,

@@ -34,6 +34,7 @@ def _choose(levels: Levels, inner_time: np.ndarray, leaf_time: np.ndarray, parti
     final = np.where(levels.bounds[1:, 0, :roots] == levels.bounds[1:, 1, :roots], partial.take(inner[:roots]), 0)
     time[BELOW, :, 0] -= final[:, 0]
     time[FROM, :, 1:roots] -= final[:, 1:]
+    own_time = time[FROM, 0].copy()
     time[BELOW, 0] = 0
     leaf_partial = partial.take(leaf)
     leaf_partial[: levels.begin[2] - roots] = 0
@@ -48,38 +49,39 @@ def _choose(levels: Levels, inner_time: np.ndarray, leaf_time: np.ndarray, parti
     ends = levels.bounds[:-1] + (np.arange(spans)[:, None] + levels.level.take(inner))[:, None]
     ends[0] = ends[1]
     ends[1:] += size
-    chosen = np.empty((2, len(inner)), np.intp)
     for level in reversed(range(depth)):
         first, last = levels.begin[level], levels.begin[level + 1]
         here = slice(levels.inner_begin[level], levels.inner_begin[level + 1])
         if here.start < here.stop:
             reach, at = min(spans, depth - level), inner[here]
-            under = flat.take(ends[:reach, :, here])
-            options = time[:, :reach, here] + (under[:, 1] - under[:, 0])
+            under, options = flat.take(ends[:reach, :, here]), time[:, :reach, here]
+            options += under[:, 1] - under[:, 0]
             value[BELOW, at] = below = np.minimum.reduce(options[BELOW])
-            np.add(time[FROM, 0, here], below, out=options[FROM, 0])
+            np.add(own_time[here], below, out=options[FROM, 0])
             value[FROM, at] = np.minimum.reduce(options[FROM])
-            chosen[:, here] = options.argmin(axis=1)
         np.add.accumulate(value[:, first:last], axis=1, out=sums[:, first + level + 1 : last + level + 1])
-    return chosen
+    return time.argmin(axis=1)
 
 
 def _trace(table: SegmentTable, chosen: np.ndarray) -> np.ndarray:
     """Top-down: follow the choices from the virtual root."""
     levels = table.levels
     inner, above = levels.inner, levels.above.take(levels.inner)
-    # How many levels the segment that holds a node goes on below it; and, if none, one that begins right there.
-    held, left = np.zeros((2, len(inner)), np.intp)
+    # How many levels the segment that a node is in goes on below it; or if none, the one that begins right there.
+    left = np.empty(len(inner), np.intp)
     left[0] = chosen[BELOW, 0]
+    begun = np.where(chosen[FROM] > 0, chosen[FROM], chosen[BELOW])  # of nodes that begin a segment
     for level in range(1, levels.depth):
         here = slice(levels.inner_begin[level], levels.inner_begin[level + 1])
         if here.start < here.stop:
             goes_on = left.take(above[here])
-            held[here] = np.where(goes_on > 0, goes_on - 1, chosen[FROM, here])
-            left[here] = np.where(held[here] > 0, held[here], chosen[BELOW, here])
-    begins = left.take(above) == 0
-    begins[0] = False
-    from_it, below_it = begins.nonzero()[0], ((held == 0) & (chosen[BELOW] > 0)).nonzero()[0]
+            ended = np.where(goes_on == 1, chosen[BELOW, here], begun[here])
+            left[here] = np.where(goes_on > 1, goes_on - 1, ended)
+    goes_on = left.take(above)
+    goes_on[0] = 1  # as if a segment ended with the virtual root
+    begins = goes_on == 0
+    below_begins = (chosen[BELOW] > 0) & ((goes_on == 1) | (begins & (chosen[FROM] == 0)))
+    from_it, below_it = begins.nonzero()[0], below_begins.nonzero()[0]
     leaf = (left.take(levels.above.take(levels.leaf)) == 0).nonzero()[0]
     return np.concatenate(
         [

@@ -64,7 +64,9 @@ class SegmentTable:
     span: np.ndarray  # [F] levels below the top
     pairs: np.ndarray  # of the (span, inner node) pairs that are listed, their places among all pairs
     first: np.ndarray  # [spans] where each span begins among those listed
+    alone: np.ndarray  # bool [F]: one node, with its own tokens
     sums: Sums
+    exact: np.ndarray  # [4, F] the same, but with own tokens that are not rounded up to entries
 
     @staticmethod
     def of(levels: Levels, unit: int) -> SegmentTable:
@@ -80,27 +82,27 @@ class SegmentTable:
         # Short runs will get entries of one token (:func:`.entries._units`).
         values[0] = np.where(2 * levels.tokens < padded, levels.tokens, padded)
         np.multiply(values[0], rows - 1, out=values[1])
-        sums = np.empty((2, len(top)), np.float32)
-        sums[:, : len(leaf)] = values.take(leaf, axis=1)
-        from_it, below_it = sums[:, len(leaf) :].reshape(2, 2, -1).swapaxes(0, 1)
+        exact = np.empty((4, len(top)), np.float32)
+        own = values[0].take(top)
+        rows.take(top, out=exact[0], mode="clip")
+        exact[1:3, : len(leaf)] = values.take(leaf, axis=1)
+        from_it, below_it = exact[1:3, len(leaf) :].reshape(2, 2, -1).swapaxes(0, 1)
         from_it[:] = levels.sum_down(values).reshape(2, -1).take(pairs, axis=1)
         np.subtract(from_it, from_it.take(place, axis=1), out=below_it)
-        own = values[0].take(top)
-        own[len(leaf) + len(pairs) :] = 0
+        exact[3] = levels.tokens.take(top)
+        own[len(leaf) + len(pairs) :] = exact[3, len(leaf) + len(pairs) :] = 0
+        alone = np.zeros(len(top), bool)
+        alone[: levels.num_nodes] = True  # leaves, and inner nodes
         return SegmentTable(
             levels=levels,
             top=top,
             span=np.concatenate([np.zeros(len(leaf), np.intp), span, span]),
             pairs=pairs,
             first=span.searchsorted(np.arange(levels.spans)),
-            sums=Sums(rows=rows.take(top), total=sums[0], extra=sums[1], own=own),
+            alone=alone,
+            sums=Sums(rows=exact[0], total=exact[1], extra=exact[2], own=own),
+            exact=exact,
         )
-
-    def alone(self) -> np.ndarray:
-        """bool [F]: segments of one node, with its own tokens."""
-        alone = np.zeros(len(self.top), bool)
-        alone[: self.levels.num_nodes] = True  # leaves, and inner nodes
-        return alone
 
     def below(self, place: np.ndarray) -> np.ndarray:
         """bool: segments without their top's own tokens."""
@@ -110,20 +112,17 @@ class SegmentTable:
         """Of inner nodes' segments in the table, by the node's place among the inner nodes."""
         return len(self.levels.leaf) + state * len(self.pairs) + self.first.take(span) + inner
 
-    def by_node(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Values of all segments as [2, spans, I], with zeros for pairs that are not listed, and [leaves]."""
+    def by_node(self, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Times of all segments as [2, spans, I], without end for pairs that are not listed, and [leaves]."""
         levels = self.levels
         num_leaves = len(levels.leaf)
-        inner = np.zeros((2, levels.spans * len(levels.inner)), values.dtype)
-        inner[:, self.pairs] = values[num_leaves:].reshape(2, -1)
-        return inner.reshape(2, levels.spans, -1), values[:num_leaves]
+        inner = np.full((2, levels.spans * len(levels.inner)), np.inf)
+        inner[:, self.pairs] = time[num_leaves:].reshape(2, -1)
+        return inner.reshape(2, levels.spans, -1), time[:num_leaves]
 
     def pick(self, place: np.ndarray) -> Sums:
         """Sums of chosen segments."""
-        top = self.top.take(place)
-        own = np.where(self.below(place), 0, self.levels.tokens.take(top)).astype(np.float32)
-        sums = self.sums
-        return Sums(sums.rows.take(place), sums.total.take(place), sums.extra.take(place), own)
+        return Sums(*self.exact.take(place, axis=1))
 
 
 def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums, alone: np.ndarray) -> np.ndarray:

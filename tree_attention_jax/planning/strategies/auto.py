@@ -87,12 +87,12 @@ class _Plan:
 
 def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _Candidates:
     """The optimum of the programme, the optimum with each of its shapes alone, and one segment for everything."""
-    levels, alone = table.levels, table.alone()
-    time = segment_times(problem, shapes, table.sums, alone)
+    levels = table.levels
+    time = segment_times(problem, shapes, table.sums, table.alone)
     partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
 
     best = cheapest(table, time.min(axis=0), partial)
-    shape = segment_times(problem, shapes, table.pick(best), alone.take(best)).argmin(axis=0)
+    shape = segment_times(problem, shapes, table.pick(best), table.alone.take(best)).argmin(axis=0)
     found, shape_of, counts = [best], [shape], [len(best)]
     used = np.bincount(shape).nonzero()[0]
     for index in used if len(used) > 1 else ():
@@ -115,7 +115,7 @@ def _cheapest(problem: Problem, table: SegmentTable, shapes: ShapeTable, candida
     queries = shapes.queries.take(shape)
     rows, tiles = np.minimum(sums.rows, queries), sums.tiles(queries)
     walked = sums.walked(queries, tiles)
-    can_mask = ~table.alone().take(segments) & (rows > 1)  # a single row sees all that its tile walks
+    can_mask = ~table.alone.take(segments) & (rows > 1)  # a single row sees all that its tile walks
     key = _launch_keys(problem, shapes, owner * num_shapes + shape, can_mask, walked)
     order = np.argsort(key, kind="stable")
     sorted_key = key.take(order)
