@@ -101,7 +101,7 @@ def _expand(
     if problem.horizon:
         # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
         chunk0 = np.where(pieces.reserve, ceil_div(start, unit), chunk0)
-    counts = ceil_div(stop, unit) - chunk0
+    counts = (ceil_div(stop, unit) - chunk0).astype(np.intp)  # as repeat() wants it
     order = _with_reserves_last(pieces, counts) if problem.horizon else None
 
     def spread(column: np.ndarray) -> np.ndarray:
@@ -119,14 +119,17 @@ def _expand(
         count[spread(pieces.reserve)] = 0
     indptr, indices = problem.pages
     page = begin // page_size
-    word = indices.take(spread(indptr.take(node)) + page) * page_size + (begin - page * page_size)
-    word = word << COUNT_BITS | count
+    slot = (indices.take(spread(indptr.take(node)) + page) - page) * page_size + begin
+    word = slot << COUNT_BITS | count
     low = spread(layout.row_begin.take(node))
     if pieces.causal.any():
         seen_from = spread((layout.row_begin - layout.old_len).take(node) - first_slot) + begin
         low = np.where(spread(pieces.causal), ~seen_from, low)
     high, position = spread(layout.row_end.take(node)), spread(layout.position.take(node) - first_slot) + begin
-    growth = (spread(pieces.tile), spread(node), chunk) if problem.horizon else (np.zeros(0, np.int32),) * 3
+    if problem.horizon:
+        tile, node = spread(pieces.tile), spread(node)
+    else:
+        tile = node = chunk = np.zeros(0, np.int32)
 
     def part(first: int, last: int, which: slice) -> Entries:
         of_tile, listed = pieces.tile[first:last], counts[first:last]
@@ -134,13 +137,15 @@ def _expand(
         if problem.horizon:
             real = np.bincount(of_tile, listed * ~pieces.reserve[first:last], num_tiles)
         return Entries(
-            word[which],
-            position[which],
-            low[which],
-            high[which],
-            exclusive_cumsum(held)[:-1],
-            real.astype(np.int32),
-            *(column[which] for column in growth),
+            word=word[which],
+            position=position[which],
+            low=low[which],
+            high=high[which],
+            begin=exclusive_cumsum(held)[:-1],
+            real=real.astype(np.int32),
+            tile=tile[which],
+            node=node[which],
+            chunk=chunk[which],
         )
 
     border = int(counts[:num_plain].sum())

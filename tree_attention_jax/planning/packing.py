@@ -194,4 +194,4 @@ def _new_token_slots(problem: Problem) -> np.ndarray:
     place = (tree.first_slot - layout.position).take(node) + layout.query_position
     indptr, indices = problem.pages
     page = place // page_size
-    return indices.take(indptr.take(node) + page) * page_size + (place - page * page_size)
+    return (indices.take(indptr.take(node) + page) - page) * page_size + place

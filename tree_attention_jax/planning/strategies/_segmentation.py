@@ -36,11 +36,11 @@ def _choose(levels: Levels, inner_time: np.ndarray, leaf_time: np.ndarray, parti
     time[FROM, :, 1:roots] -= final[:, 1:]
     own_time = time[FROM, 0].copy()
     time[BELOW, 0] = 0
+
     leaf_partial = partial.take(leaf)
-    leaf_partial[: levels.begin[2] - roots] = 0
+    leaf_partial[: levels.begin[2] - roots] = 0  # leaves that are roots
     value = np.zeros((2, levels.num_nodes))
     value[FROM, leaf] = leaf_time + leaf_partial
-
     # Prefix sums of the values start anew at each level: then sums over a level's stretch are differences. Wanted are
     # the sums over descendants k levels down of their values below them; for k = 0, of the children's values from them.
     size = levels.num_nodes + depth + spans + 1
@@ -67,10 +67,10 @@ def _trace(table: SegmentTable, chosen: np.ndarray) -> np.ndarray:
     """Top-down: follow the choices from the virtual root."""
     levels = table.levels
     inner, above = levels.inner, levels.above.take(levels.inner)
-    # How many levels the segment that a node is in goes on below it; or if none, the one that begins right there.
+    # How many levels the segment that a node is in goes on below it; if none, the one that begins right below it.
     left = np.empty(len(inner), np.intp)
     left[0] = chosen[BELOW, 0]
-    begun = np.where(chosen[FROM] > 0, chosen[FROM], chosen[BELOW])  # of nodes that begin a segment
+    begun = np.where(chosen[FROM] > 0, chosen[FROM], chosen[BELOW])  # the same of a node that begins one
     for level in range(1, levels.depth):
         here = slice(levels.inner_begin[level], levels.inner_begin[level + 1])
         if here.start < here.stop:

@@ -55,8 +55,8 @@ class Sums:
 class SegmentTable:
     """Every segment that ``auto`` may choose, [F]: each leaf by itself, then those from and those below inner nodes.
 
-    Either of the last two lists each (span, inner node) that ends within the tree, by span. Most inner nodes lie deep,
-    so these are few of all pairs.
+    Either of the last two lists each pair of a span and an inner node that ends within the tree, by span. Most inner
+    nodes lie deep, so these are few of all pairs.
     """
 
     levels: Levels
@@ -83,16 +83,16 @@ class SegmentTable:
         values[0] = np.where(2 * levels.tokens < padded, levels.tokens, padded)
         np.multiply(values[0], rows - 1, out=values[1])
         exact = np.empty((4, len(top)), np.float32)
-        own = values[0].take(top)
-        rows.take(top, out=exact[0], mode="clip")
-        exact[1:3, : len(leaf)] = values.take(leaf, axis=1)
-        from_it, below_it = exact[1:3, len(leaf) :].reshape(2, 2, -1).swapaxes(0, 1)
+        exact[0] = rows.take(top)
+        totals = exact[1:3]
+        totals[:, : len(leaf)] = values.take(leaf, axis=1)
+        from_it, below_it = totals[:, len(leaf) :].reshape(2, 2, -1).swapaxes(0, 1)
         from_it[:] = levels.sum_down(values).reshape(2, -1).take(pairs, axis=1)
         np.subtract(from_it, from_it.take(place, axis=1), out=below_it)
-        exact[3] = levels.tokens.take(top)
+        own, exact[3] = values[0].take(top), levels.tokens.take(top)
         own[len(leaf) + len(pairs) :] = exact[3, len(leaf) + len(pairs) :] = 0
         alone = np.zeros(len(top), bool)
-        alone[: levels.num_nodes] = True  # leaves, and inner nodes
+        alone[: levels.num_nodes] = True  # the leaves, and span 0 from each inner node
         return SegmentTable(
             levels=levels,
             top=top,
