@@ -156,12 +156,12 @@ def _places(items: Items, capacity: Buckets, launches: tuple[lo.Launch, ...]) ->
 def _partials(problem: Problem, items: Items):
     """Where each item writes (-1: straight to the output), and each query's list of partials."""
     num_rows = problem.layout.num_rows
+    if int(items.num_rows.sum()) == num_rows:  # each row has an item, as it sees its own token, so none has two
+        return np.full(len(items.tile), -1), 0, np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
     first, last = items.row_begin, items.row_begin + items.num_rows
     change = np.bincount(first, minlength=num_rows + 1) - np.bincount(last, minlength=num_rows + 1)
     crowded = exclusive_cumsum(np.add.accumulate(change)[:num_rows] > 1)
     shared = crowded.take(last) > crowded.take(first)
-    if not shared.any():
-        return np.full(len(first), -1), 0, np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
     offset = exclusive_cumsum(items.num_rows * shared)
     partial = np.where(shared, offset[:-1], -1)
     _, row = ragged_ranges(first[shared], last[shared])

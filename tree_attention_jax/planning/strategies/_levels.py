@@ -59,7 +59,7 @@ class Levels:
         counts = np.bincount(depth)
         if len(counts) <= 2**15:
             depth = depth.astype(np.int16)  # which NumPy sorts by radix
-        node = np.empty(len(order) + 1, np.int32)
+        node = np.empty(len(order) + 1, np.intp)
         node[0] = -1  # reads the last node's fields, which are overwritten below
         node[1:] = order.take(np.argsort(depth, kind="stable"))
         begin = [0, *(exclusive_cumsum(counts) + 1).tolist()]

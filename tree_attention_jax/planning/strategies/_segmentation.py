@@ -49,17 +49,16 @@ def _choose(levels: Levels, inner_time: np.ndarray, leaf_time: np.ndarray, parti
     ends = levels.bounds[:-1] + (np.arange(spans)[:, None] + levels.level.take(inner))[:, None]
     ends[0] = ends[1]
     ends[1:] += size
-    for level in reversed(range(depth)):
-        first, last = levels.begin[level], levels.begin[level + 1]
+    for level in reversed(range(depth - 1)):
+        first, last = levels.begin[level + 1], levels.begin[level + 2]
+        np.add.accumulate(value[:, first:last], axis=1, out=sums[:, first + level + 2 : last + level + 2])
         here = slice(levels.inner_begin[level], levels.inner_begin[level + 1])
-        if here.start < here.stop:
-            reach, at = min(spans, depth - level), inner[here]
-            under, options = flat.take(ends[:reach, :, here]), time[:, :reach, here]
-            options += under[:, 1] - under[:, 0]
-            value[BELOW, at] = below = np.minimum.reduce(options[BELOW])
-            np.add(own_time[here], below, out=options[FROM, 0])
-            value[FROM, at] = np.minimum.reduce(options[FROM])
-        np.add.accumulate(value[:, first:last], axis=1, out=sums[:, first + level + 1 : last + level + 1])
+        reach, at = min(spans, depth - level), inner[here]
+        under, options = flat.take(ends[:reach, :, here]), time[:, :reach, here]
+        options += under[:, 1] - under[:, 0]
+        value[BELOW, at] = below = np.minimum.reduce(options[BELOW])
+        np.add(own_time[here], below, out=options[FROM, 0])
+        value[FROM, at] = np.minimum.reduce(options[FROM])
     return time.argmin(axis=1)
 
 
@@ -68,15 +67,17 @@ def _trace(table: SegmentTable, chosen: np.ndarray) -> np.ndarray:
     levels = table.levels
     inner, above = levels.inner, levels.above.take(levels.inner)
     # How many levels the segment that a node is in goes on below it; if none, the one that begins right below it.
-    left = np.empty(len(inner), np.intp)
+    left = np.full(len(inner), levels.depth)
     left[0] = chosen[BELOW, 0]
     begun = np.where(chosen[FROM] > 0, chosen[FROM], chosen[BELOW])  # the same of a node that begins one
-    for level in range(1, levels.depth):
+    for level in range(levels.depth - 1):
         here = slice(levels.inner_begin[level], levels.inner_begin[level + 1])
-        if here.start < here.stop:
+        if level > 0:
             goes_on = left.take(above[here])
             ended = np.where(goes_on == 1, chosen[BELOW, here], begun[here])
             left[here] = np.where(goes_on > 1, goes_on - 1, ended)
+        if left[here].min() >= levels.depth - 1 - level:
+            break  # no segment begins any deeper
     goes_on = left.take(above)
     goes_on[0] = 1  # as if a segment ended with the virtual root
     begins = goes_on == 0
