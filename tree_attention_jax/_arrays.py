@@ -36,10 +36,14 @@ def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:
 
 def ragged_arange(counts: np.ndarray) -> np.ndarray:
     """``0..counts[0]-1, 0..counts[1]-1, ...`` as one int32 array."""
+    return ragged_runs(0, counts)
+
+
+def ragged_runs(begin: np.ndarray | int, counts: np.ndarray) -> np.ndarray:
+    """Concatenate ``range(begin[i], begin[i] + counts[i])``: int32, unless ``begin`` is wider."""
     offsets = exclusive_cumsum(counts)
-    nth = np.arange(offsets[-1], dtype=np.int32)
-    nth -= offsets[:-1].repeat(counts)
-    return nth
+    value = np.arange(offsets[-1], dtype=np.int32)
+    return value + (begin - offsets[:-1]).repeat(counts)
 
 
 def ragged_places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -51,10 +55,9 @@ def ragged_places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ragged_ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate ``range(begin[i], end[i])``. Returns ``(owner, value)``, as :func:`ragged_places` does."""
-    owner, value = ragged_places(np.maximum(end - begin, 0))
-    value += begin.take(owner).astype(np.int32, copy=False)
-    return owner, value
+    """Concatenate ``range(begin[i], end[i])``. Returns ``(owner, value)``, intp and int32."""
+    counts = np.maximum(end - begin, 0)
+    return np.arange(len(counts)).repeat(counts), ragged_runs(begin, counts).astype(np.int32, copy=False)
 
 
 def ceil_div(a: Any, b: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.layout import COUNT_BITS
-from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_arange, ragged_places
+from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_places, ragged_runs
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
 
@@ -107,8 +107,9 @@ def _expand(
     def spread(column: np.ndarray) -> np.ndarray:
         return column.repeat(counts) if order is None else column.repeat(counts).take(order)
 
-    nth = ragged_arange(counts)
-    chunk = spread(chunk0) + (nth if order is None else nth.take(order))
+    chunk = ragged_runs(chunk0, counts)
+    if order is not None:
+        chunk = chunk.take(order)
     if units[0] != units[1]:
         unit = spread(unit)
     begin = chunk * unit

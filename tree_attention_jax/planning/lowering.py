@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pallas_kernels.layout import TileClass
-from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_places, ragged_ranges
+from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_places, ragged_runs
 from tree_attention_jax.planning.entries import Entries, make_entries
 from tree_attention_jax.planning.pieces import cut_into_pieces
 from tree_attention_jax.planning.problem import Problem
@@ -52,8 +52,8 @@ def _row_tiles(problem: Problem, tiling: Tiling) -> Tiling:
         return tiling
     block, nth = ragged_places(cuts)
     row_begin = tiling.row_begin[block] + nth * step[block]
-    run_begin, runs = tiling.run_indptr[:-1][block], np.diff(tiling.run_indptr)[block]
-    run = ragged_ranges(run_begin, run_begin + runs)[1]
+    runs = np.diff(tiling.run_indptr)[block]
+    run = ragged_runs(tiling.run_indptr[:-1][block], runs)
     return Tiling(
         row_begin=row_begin,
         row_end=np.minimum(row_begin + step[block], tiling.row_end[block]),

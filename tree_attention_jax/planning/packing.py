@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_ranges
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_runs
 from tree_attention_jax.planning.buckets import FEW_LAUNCHES, Buckets
 from tree_attention_jax.planning.growth import ENTRIES, growth_records
 from tree_attention_jax.planning.lowering import Items
@@ -164,8 +164,7 @@ def _partials(problem: Problem, items: Items):
     shared = crowded.take(last) > crowded.take(first)
     offset = exclusive_cumsum(items.num_rows * shared)
     partial = np.where(shared, offset[:-1], -1)
-    _, row = ragged_ranges(first[shared], last[shared])
-    query = problem.layout.row_query.take(row)
+    query = problem.layout.row_query.take(ragged_runs(first[shared], items.num_rows[shared]))
     reduce_list = np.argsort(query, kind="stable").astype(np.int32)
     return partial, int(offset[-1]), exclusive_cumsum(np.bincount(query, minlength=num_rows)), reduce_list
 

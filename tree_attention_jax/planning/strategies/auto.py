@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_arange, ragged_places
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_places, ragged_runs
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
@@ -175,7 +175,7 @@ def _emit(problem: Problem, table: SegmentTable, plan: _Plan, shapes: ShapeTable
     )
     counts = high - low
     run_indptr = exclusive_cumsum(counts).take(pairs)
-    node = levels.node.take(low.repeat(counts) + ragged_arange(counts))
+    node = levels.node.take(ragged_runs(low, counts))
     length = problem.tree.kv_len.take(node)
     tokens_before = exclusive_cumsum(length).take(run_indptr)
     tokens = tokens_before[1:] - tokens_before[:-1]
