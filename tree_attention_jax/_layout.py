@@ -101,9 +101,8 @@ def _preorder(parent: np.ndarray, size: np.ndarray, jumps: list) -> np.ndarray:
     sorted_parent = parent if by_parent is None else parent[by_parent]
     sorted_size = size if by_parent is None else size[by_parent]
     before = exclusive_cumsum(sorted_size)[:-1]
-    opens = np.ones(len(parent), bool)
-    np.not_equal(sorted_parent[1:], sorted_parent[:-1], out=opens[1:])
-    before -= before.take(opens.nonzero()[0]).take(np.add.accumulate(opens, dtype=np.intp) - 1)
+    eldest = exclusive_cumsum(np.bincount(parent + 1))  # of each parent's children, by -1 for the roots
+    before -= before.take(eldest.take(sorted_parent + 1))
     rank = before
     if by_parent is not None:
         rank = np.empty_like(before)
