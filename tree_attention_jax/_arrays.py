@@ -28,23 +28,36 @@ def as_int_vector(name: str, value: Any, length: int | None = None) -> np.ndarra
 
 def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:
     """int32 [n + 1]: CSR offsets of groups with the given sizes."""
-    offsets = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=offsets[1:])
+    offsets = np.empty(len(counts) + 1, np.int32)
+    offsets[0] = 0
+    np.add.accumulate(counts, out=offsets[1:])  # np.cumsum, in half the time
     return offsets
 
 
 def ragged_arange(counts: np.ndarray) -> np.ndarray:
     """``0..counts[0]-1, 0..counts[1]-1, ...`` as one int32 array."""
+    return ragged_runs(0, counts)
+
+
+def ragged_runs(begin: np.ndarray | int, counts: np.ndarray) -> np.ndarray:
+    """Concatenate ``range(begin[i], begin[i] + counts[i])``: int32, unless ``begin`` is wider."""
     offsets = exclusive_cumsum(counts)
-    return np.arange(offsets[-1], dtype=np.int32) - np.repeat(offsets[:-1], counts)
+    value = np.arange(offsets[-1], dtype=np.int32)
+    return value + (begin - offsets[:-1]).repeat(counts)
+
+
+def ragged_places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``(owner, nth)`` of each element of groups with the given sizes: its group, and its place there.
+
+    The owner is intp, as other types of indices make NumPy slow; the place is int32.
+    """
+    return np.arange(len(counts)).repeat(counts), ragged_arange(counts)
 
 
 def ragged_ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate ``range(begin[i], end[i])``. Returns ``(owner, value)``, both int32."""
+    """Concatenate ``range(begin[i], end[i])``. Returns ``(owner, value)``, intp and int32."""
     counts = np.maximum(end - begin, 0)
-    owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    offsets = exclusive_cumsum(counts)
-    return owner, np.arange(offsets[-1], dtype=np.int32) + (begin - offsets[:-1]).astype(np.int32)[owner]
+    return np.arange(len(counts)).repeat(counts), ragged_runs(begin, counts).astype(np.int32, copy=False)
 
 
 def ceil_div(a: Any, b: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_places
 
 if TYPE_CHECKING:
     from tree_attention_jax.topology import TokenTree
@@ -42,17 +42,16 @@ class Layout:
     @classmethod
     def of(cls, tree: TokenTree) -> Layout:
         parent, kv_len, q_len = tree.parent, tree.kv_len, tree.q_len
-        depth, position, size = _accumulate(parent, kv_len)
-        preorder = _preorder(parent, size, depth)
+        jumps = _jumps(parent)
+        depth, position, size = _accumulate(parent, kv_len, jumps)
+        preorder = _preorder(parent, size, jumps)
         order = np.empty_like(preorder)
         order[preorder] = np.arange(len(parent), dtype=np.int32)
-        row_offset = exclusive_cumsum(q_len[order])
-        row_begin = row_offset[preorder]
-        query_begin = exclusive_cumsum(q_len)[:-1]
-        query_node = np.repeat(np.arange(len(parent), dtype=np.int32), q_len)
-        nth = np.arange(len(query_node), dtype=np.int32) - query_begin[query_node]
-        row_query = np.empty_like(query_node)
-        row_query[row_begin[query_node] + nth] = np.arange(len(query_node), dtype=np.int32)
+        row_offset = exclusive_cumsum(q_len.take(order))
+        row_begin = row_offset.take(preorder)
+        query_node, nth = ragged_places(q_len)
+        row_query = np.empty_like(nth)
+        row_query[row_begin.take(query_node) + nth] = np.arange(len(nth), dtype=np.int32)
         return cls(
             depth=depth,
             position=position,
@@ -60,51 +59,55 @@ class Layout:
             order=order,
             subtree_nodes=size,
             row_begin=row_begin,
-            row_end=row_offset[preorder + size],
+            row_end=row_offset.take(preorder + size),
             # A single new token is seen by its own row and all below, just like an old one.
-            old_len=np.where(q_len > 1, kv_len - q_len, kv_len),
+            old_len=kv_len - q_len * (q_len > 1),
             row_query=row_query,
-            query_node=query_node,
-            query_position=(position + kv_len - q_len)[query_node] + nth,
+            query_node=query_node.astype(np.int32),
+            query_position=(position + kv_len - q_len).take(query_node) + nth,
         )
 
 
-def _accumulate(parent: np.ndarray, kv_len: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Depth, tokens of all proper ancestors, and subtree size, by pointer doubling: log2(depth) passes."""
-    above = parent.copy()
-    alive = np.flatnonzero(above >= 0)
-    # Both sums in one word: neither reaches 2^31.
-    path = np.zeros(len(parent), np.int64)
-    path[alive] = (kv_len.astype(np.int64) + (1 << 32))[parent[alive]]
-    size = np.ones(len(parent), np.int32)
-    while len(alive):
-        up = above[alive]
-        size += np.bincount(up, size[alive], len(parent)).astype(np.int32)
-        path[alive] += path[up]
-        above[alive] = up = above[up]
-        alive = alive[up >= 0]
-    return (path >> 32).astype(np.int32), path.astype(np.int32), size
+def _jumps(parent: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """``(node, ancestor)`` pairs 1, 2, 4, ... levels apart: log2(depth) passes over them sum along any path."""
+    above = parent.astype(np.intp)
+    node = (parent >= 0).nonzero()[0]
+    up, jumps = above.take(node), []
+    while len(node):
+        jumps.append((node, up))
+        above[node] = up = above.take(up)
+        further = (up >= 0).nonzero()[0]
+        node, up = node.take(further), up.take(further)
+    return jumps
 
 
-def _preorder(parent: np.ndarray, size: np.ndarray, depth: np.ndarray) -> np.ndarray:
+def _accumulate(parent: np.ndarray, kv_len: np.ndarray, jumps: list) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Depth, tokens of all proper ancestors, and subtree size."""
+    # Both sums along the path in one word: neither reaches 2^31.
+    path = (kv_len.astype(np.int64) + (1 << 32)).take(parent)
+    path[parent < 0] = 0
+    size = np.ones(len(parent))
+    for node, up in jumps:
+        size += np.bincount(up, size.take(node), len(parent))
+        path[node] += path.take(up)
+    return (path >> 32).astype(np.int32), path.astype(np.int32), size.astype(np.int32)
+
+
+def _preorder(parent: np.ndarray, size: np.ndarray, jumps: list) -> np.ndarray:
     """Depth-first rank: the parent's rank, plus one, plus the subtrees of earlier siblings."""
     if len(parent) == 0:
         return np.zeros(0, np.int32)
     by_parent = None if (parent[1:] >= parent[:-1]).all() else np.argsort(parent, kind="stable")
     sorted_parent = parent if by_parent is None else parent[by_parent]
     sorted_size = size if by_parent is None else size[by_parent]
-    before = np.cumsum(sorted_size) - sorted_size
-    opens = np.ones(len(parent), bool)
-    np.not_equal(sorted_parent[1:], sorted_parent[:-1], out=opens[1:])
-    before -= before[np.flatnonzero(opens)][opens.cumsum() - 1]
-    offset = np.empty(len(parent), np.int32)
-    offset[slice(None) if by_parent is None else by_parent] = before
-    rank = offset + (parent >= 0)
-    above = parent.copy()
-    alive = np.flatnonzero(above >= 0)
-    while len(alive):  # pointer doubling again
-        up = above[alive]
-        rank[alive] += rank[up]
-        above[alive] = up = above[up]
-        alive = alive[up >= 0]
+    before = exclusive_cumsum(sorted_size)[:-1]
+    eldest = exclusive_cumsum(np.bincount(parent + 1))  # of each parent's children, by -1 for the roots
+    before -= before.take(eldest.take(sorted_parent + 1))
+    rank = before
+    if by_parent is not None:
+        rank = np.empty_like(before)
+        rank[by_parent] = before
+    rank += parent >= 0
+    for node, up in jumps:
+        rank[node] += rank.take(up)
     return rank

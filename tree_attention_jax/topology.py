@@ -74,9 +74,7 @@ class TokenTree:
         _check_parent(self.parent)
         self.kv_len = as_int_vector("kv_len", kv_len, num_nodes)
         if q_len is None:
-            is_leaf = np.ones(num_nodes, bool)
-            is_leaf[self.parent[self.parent >= 0]] = False
-            self.q_len = (is_leaf & (self.kv_len > 0)).astype(np.int32)
+            self.q_len = (self.is_leaf() & (self.kv_len > 0)).astype(np.int32)
         else:
             self.q_len = as_int_vector("q_len", q_len, num_nodes)
         if (page_indptr is None) != (page_indices is None):
@@ -228,7 +226,8 @@ class TokenTree:
     def is_leaf(self) -> np.ndarray:
         """bool [N]: nodes without children."""
         leaf = np.ones(self.num_nodes, bool)
-        leaf[self.parent[self.parent >= 0]] = False
+        leaf[self.parent] = False
+        leaf[-1:] = True  # which a root's -1 stands for, and which has no children in any case
         return leaf
 
     def check_pages(self, page_size: int) -> None:
@@ -294,16 +293,18 @@ class TokenTree:
 
     def _validate(self) -> None:
         kv_len, q_len = self.kv_len, self.q_len
-        _reject(kv_len < 0, lambda i: f"kv_len[{i}] is {kv_len[i]}: it must not be negative")
-        _reject(q_len < 0, lambda i: f"q_len[{i}] is {q_len[i]}: it must not be negative")
-        _reject(
-            q_len > kv_len,
-            lambda i: (
-                f"q_len[{i}] is {q_len[i]} but kv_len[{i}] is {kv_len[i]}: queries are the last tokens of "
-                f"their node, so q_len must not exceed kv_len"
-            ),
-        )
-        _reject(self.first_slot < 0, lambda i: f"first_slot[{i}] is {self.first_slot[i]}: it must not be negative")
+        if not ((q_len >= 0) & (q_len <= kv_len)).all():
+            _reject(kv_len < 0, lambda i: f"kv_len[{i}] is {kv_len[i]}: it must not be negative")
+            _reject(q_len < 0, lambda i: f"q_len[{i}] is {q_len[i]}: it must not be negative")
+            _reject(
+                q_len > kv_len,
+                lambda i: (
+                    f"q_len[{i}] is {q_len[i]} but kv_len[{i}] is {kv_len[i]}: queries are the last tokens of "
+                    f"their node, so q_len must not exceed kv_len"
+                ),
+            )
+        if self.page_indptr is not None:
+            _reject(self.first_slot < 0, lambda i: f"first_slot[{i}] is {self.first_slot[i]}: it must not be negative")
         if int(kv_len.sum(dtype=np.int64)) >= 2**31:
             raise ValueError(f"kv_len sums to {int(kv_len.sum(dtype=np.int64))}: a forest holds less than 2**31 tokens")
         if self.page_indptr is None or self.page_indices is None:
@@ -334,6 +335,8 @@ def _reject(bad: np.ndarray, describe: Any) -> None:
 
 def _check_parent(parent: np.ndarray) -> None:
     nodes = np.arange(len(parent))
+    if ((parent >= -1) & (parent < nodes)).all():
+        return
     _reject(parent < -1, lambda i: f"parent[{i}] is {parent[i]}: a parent is a node index, or -1 for a root")
     _reject(parent == nodes, lambda i: f"parent[{i}] is {i}: a node cannot be its own parent")
     _reject(

@@ -12,7 +12,8 @@ all launches follow the level of the arrays, and no more programs than the GPU h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import functools
+from dataclasses import dataclass
 
 # Capacities at level 0; each level has GROWTH times as much of everything.
 GROWTH = 4
@@ -47,19 +48,16 @@ class Buckets:
     buffer: int | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             if value is None:
                 continue
-            numbers = value if field.name == "items" and isinstance(value, tuple) and value else (value,)
+            numbers = value if name == "items" and isinstance(value, tuple) and value else (value,)
             if any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in numbers):
-                raise ValueError(f"buckets.{field.name} is {value!r}: a capacity is a positive integer, or None")
+                raise ValueError(f"buckets.{name} is {value!r}: a capacity is a positive integer, or None")
 
     def at_level(self, level: int) -> Buckets:
         """All four capacities."""
-        rounded = {name: smallest * GROWTH**level for name, smallest in SMALLEST.items()}
-        given = {name: value for name in SMALLEST if (value := getattr(self, name)) is not None}
-        return Buckets(**(rounded | given))
+        return _at_level(self, level)
 
     def items_of(self, counts: list[int], programs: list[int], queries: list[int]) -> tuple[int, ...]:
         """Room for the items of each launch: there are so many, of so many programs each, in tiles of so many queries.
@@ -91,6 +89,13 @@ class Buckets:
             elif given < need:
                 raise ValueError(f"buckets.{name} is {given}: this plan needs {need}")
         return level
+
+
+@functools.lru_cache(maxsize=64)
+def _at_level(buckets: Buckets, level: int) -> Buckets:
+    rounded = {name: smallest * GROWTH**level for name, smallest in SMALLEST.items()}
+    given = {name: value for name, value in vars(buckets).items() if value is not None}
+    return Buckets(**(rounded | given))
 
 
 def _room(count: int, programs: int, queries: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax._arrays import ragged_arange, ragged_ranges
+from tree_attention_jax._arrays import ragged_arange, ragged_places, ragged_ranges
 from tree_attention_jax.topology import TokenTree
 
 
@@ -78,7 +78,7 @@ def _covered(buffer: np.ndarray, shape: lo.WorkShape, records: np.ndarray, maske
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
     begin = records[:, lo.MASKED_BEGIN if masked else lo.PLAIN_BEGIN]
     count = records[:, lo.MASKED_COUNT if masked else lo.PLAIN_COUNT]
-    item, nth = ragged_ranges(np.zeros_like(count), count)
+    item, nth = ragged_places(count)
     at = begin[item] + nth * size
     filled = buffer[at + lo.WORD] & lo.COUNT_MASK
     most = np.array([launch.tile.entry_tokens(masked) for launch in shape.launches])[records[:, -1]]

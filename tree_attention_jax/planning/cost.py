@@ -26,10 +26,31 @@ OVERLAP = 0.5
 MAX_EXPOSED_US = 60.0
 # Some SMs have one program more than others: work lasts longer by that ratio to this power.
 IMBALANCE = 0.5
+# A single warp takes so many times as long for a step whose slots lie apart, each word a load (seen 1.1 to 1.3).
+SLOTS_APART = 1.25
 # Beside its steps a program begins and ends: this share of what that takes while as many programs as fit do the same.
 ENDS = 0.75
 # Below its top, the share of a joined segment's steps that compare intervals: the rest are ancestors of the whole tile.
 MASKED_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class SegmentCosts:
+    """Costs of segments by shape: float32 [S, 1], microseconds.
+
+    Attributes:
+        queries: a tile holds.
+        plain_us: of a token in a program that cannot mask.
+        token_us: in one that can.
+        masked_us: what a token costs more if it is masked.
+        tile_us: of a tile beside its tokens.
+    """
+
+    queries: np.ndarray
+    plain_us: np.ndarray
+    token_us: np.ndarray
+    masked_us: np.ndarray
+    tile_us: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,18 @@ class ShapeTable:
     mixed_token_us: np.ndarray
     masked_token_us: np.ndarray
 
+    @functools.cached_property
+    def segment_costs(self) -> SegmentCosts:
+        """What :func:`.segment_times` needs of the shapes."""
+        several = self.queries > 1  # a tile of one query needs no masks
+        plain_us = self.programs * self.token_us
+        mixed_us = np.where(several, self.programs * self.mixed_token_us, plain_us)
+        masked_us = np.where(several, self.programs * self.masked_token_us, plain_us)
+        tile_us = self.programs * (self.item_us + 0.5 * self.step_us)
+        columns = (self.queries, plain_us, mixed_us, masked_us - mixed_us, tile_us)
+        return SegmentCosts(*(column.astype(np.float32)[:, None] for column in columns))
+
+    @functools.cached_property
     def usual(self) -> int:
         """The shape that suits narrow tiles of about any length: of the fewest rows, with the most warps."""
         narrow = [index for index, tile in enumerate(self.tiles) if tile.rows == self.tiles[0].rows]
@@ -72,8 +105,12 @@ class ShapeTable:
 
     def take(self, index: Any) -> ShapeTable:
         """The same of some shapes, or of one: then scalars."""
-        picked = {name: getattr(self, name)[index] for name in self.__dataclass_fields__ if name != "tiles"}
-        return ShapeTable(self.tiles, **picked)
+        return ShapeTable(self.tiles, *self._columns.take(index, axis=1))
+
+    @functools.cached_property
+    def _columns(self) -> np.ndarray:
+        """All fields but the first, stacked."""
+        return np.stack([getattr(self, name) for name in self.__dataclass_fields__ if name != "tiles"])
 
 
 def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:
@@ -98,7 +135,8 @@ def _shapes(profile: GpuProfile, heads: Heads, unit: int, shortest_step: int) ->
     def column(value: Callable[[TileClass, TileCost], float]) -> np.ndarray:
         return np.array([value(tile, cost_of[tile]) for tile in tiles], np.float64)
 
-    per_step = column(lambda tile, cost: scale * tile.block_kv / cost.block_kv)
+    apart = SLOTS_APART if unit == 1 else 1.0
+    per_step = column(lambda tile, cost: scale * tile.block_kv / cost.block_kv * (apart if tile.warps == 1 else 1))
     block_kv = column(lambda tile, cost: tile.block_kv)
     step_us = column(lambda tile, cost: cost.step_us) * per_step
     mixed_step_us = column(lambda tile, cost: cost.mixed_step_us) * per_step
@@ -136,7 +174,9 @@ def mean_latency_us(shape: ShapeTable, can_mask: Any, masked: Any) -> Any:
     return np.where(can_mask, mixed, shape.latency_us)
 
 
-def launch_time(profile: GpuProfile, shape: ShapeTable, steps, items, longest, memory, can_mask, masked) -> Any:
+def launch_time(
+    profile: GpuProfile, shape: ShapeTable, steps, items, longest, memory, can_mask, masked, latency_us=None
+) -> Any:
     """Microseconds of launches; all arguments but the first two are numbers, or arrays that broadcast.
 
     Args:
@@ -147,13 +187,15 @@ def launch_time(profile: GpuProfile, shape: ShapeTable, steps, items, longest, m
         memory: time to read the launch's K/V once.
         can_mask: whether the programs can mask.
         masked: share of the steps that do.
+        latency_us: :func:`mean_latency_us` of these, for callers who have it.
     """
     step_us = mean_step_us(shape, can_mask, masked)
     an_sm = np.maximum(items * shape.programs, 1e-6)
     work = (steps * step_us + items * shape.item_us) * shape.programs * (_ceil(an_sm) / an_sm) ** IMBALANCE
     # Programs that do not fit at once run in waves; each waits out its own loads.
     waves = _ceil(an_sm * profile.num_sms / shape.slots)
-    latency_us = mean_latency_us(shape, can_mask, masked)
+    if latency_us is None:
+        latency_us = mean_latency_us(shape, can_mask, masked)
     ends = ENDS * shape.item_us * (shape.slots / profile.num_sms)
     latency = np.maximum(longest * latency_us + ends, (steps / np.maximum(items, 1.0) * latency_us + ends) * waves)
     reread = steps * shape.step_bytes / profile.l2_bytes_per_us

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from pallas_kernels.layout import COUNT_BITS
-from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_ranges
+from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_places, ragged_runs
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
 
@@ -19,33 +20,37 @@ class Entries:
     Behind those of a tile with growing leaves lies its reserve: room for the tokens that they will append.
     """
 
-    tile: np.ndarray  # whose list an entry was made for
     word: np.ndarray  # slot and count, packed
     position: np.ndarray
     low: np.ndarray  # complemented where the entry is causal
     high: np.ndarray
-    node: np.ndarray
-    chunk: np.ndarray  # (first_slot + token index) // unit: which stretch of its node's pages this is
     begin: np.ndarray
     real: np.ndarray
+    # Of each entry, for leaves that grow: empty without a horizon.
+    tile: np.ndarray  # whose list it was made for
+    node: np.ndarray
+    chunk: np.ndarray  # (first_slot + token index) // unit: which stretch of its node's pages this is
 
 
 def make_entries(problem: Problem, pieces: Pieces, num_tiles: int) -> tuple[Entries, Entries, tuple[int, int]]:
     """Entries of the plain pieces, entries of the masked ones, and how many tokens either hold."""
-    units = _units(problem, pieces)
-    plain = np.flatnonzero(~pieces.masked)
-    same_as = _first_with_the_same(pieces, plain, num_tiles)
-    if same_as is not None:
-        plain = plain[same_as[pieces.tile[plain]] == pieces.tile[plain]]
-    if len(plain) < len(pieces.masked):
-        pieces = pieces.take(np.concatenate([plain, np.flatnonzero(pieces.masked)]))
-    first, second = _expand(problem, pieces, len(plain), units, num_tiles)
-    if same_as is not None:
-        first = replace(first, begin=first.begin[same_as], real=first.real[same_as])
-    return first, second, units
+    num_plain = len(pieces.tile) - int(np.count_nonzero(pieces.masked))
+    if num_plain < len(pieces.tile):
+        pieces = pieces.take(np.argsort(pieces.masked, kind="stable"))
+    units = _units(problem, pieces, num_plain)
+    repeats = _repeats(pieces, num_plain, num_tiles)
+    if repeats is not None:
+        kept = np.ones(len(pieces.tile), bool)
+        kept[:num_plain] = ~repeats.take(pieces.tile[:num_plain])
+        pieces, num_plain = pieces.take(kept.nonzero()[0]), int(np.count_nonzero(kept[:num_plain]))
+    plain, masked = _expand(problem, pieces, num_plain, units, num_tiles)
+    if repeats is not None:
+        same_as = np.maximum.accumulate(np.where(repeats, 0, np.arange(num_tiles)))
+        plain = replace(plain, begin=plain.begin[same_as], real=plain.real[same_as])
+    return plain, masked, units
 
 
-def _units(problem: Problem, pieces: Pieces) -> tuple[int, int]:
+def _units(problem: Problem, pieces: Pieces, num_plain: int) -> tuple[int, int]:
     """Tokens that a plain entry and a masked entry hold.
 
     Plain entries are no shorter than masked ones: a growing tree would meet one more combination. And a leaf that grows
@@ -55,90 +60,101 @@ def _units(problem: Problem, pieces: Pieces) -> tuple[int, int]:
     if problem.horizon:
         unit = problem.unit_for(first_slot, problem.tree.kv_len)
         return unit, unit
-    begin, tokens = first_slot[pieces.node] + pieces.begin, pieces.end - pieces.begin
-    plain = ~pieces.masked
-    masked_unit = problem.unit_for(begin[pieces.masked], tokens[pieces.masked])
-    if masked_unit > 1 and not plain.all():
+    begin, tokens = first_slot.take(pieces.node) + pieces.begin, pieces.end - pieces.begin
+    masked_unit = problem.unit_for(begin[num_plain:], tokens[num_plain:])
+    if masked_unit > 1 and num_plain < len(tokens):
         return masked_unit, masked_unit
-    return problem.unit_for(begin[plain], tokens[plain]), masked_unit
+    return problem.unit_for(begin[:num_plain], tokens[:num_plain]), masked_unit
 
 
-def _first_with_the_same(pieces: Pieces, plain: np.ndarray, num_tiles: int) -> np.ndarray | None:
-    """For each tile the first of its neighbours with the same plain pieces; None if no two have the same.
+def _repeats(pieces: Pieces, num_plain: int, num_tiles: int) -> np.ndarray | None:
+    """bool [num_tiles]: tiles with the same plain pieces (the first ones) as the tile before; None if there are none.
 
     The row tiles of a segment all walk its top, and a thousand copies of a prompt's entries would be most of a plan.
     """
-    count = np.bincount(pieces.tile[plain], minlength=num_tiles)
-    if num_tiles < 2 or not (count[1:] == count[:-1]).any():
-        return None
-    first = exclusive_cumsum(count)
-    tile = pieces.tile[plain]
-    nth = np.arange(len(plain)) - first[tile]
-    # Where the tile before has fewer pieces this compares with anything, and the counts decide.
-    here, before = plain, plain[np.minimum(first[tile - 1] + nth, len(plain) - 1)]
-    differs = (
-        (pieces.node[here] != pieces.node[before])
-        | (pieces.begin[here] != pieces.begin[before])
-        | (pieces.end[here] != pieces.end[before])
-        | pieces.reserve[here]
-    )
-    same = np.bincount(tile[differs], minlength=num_tiles) == 0
-    same[1:] &= (count[1:] == count[:-1]) & (count[1:] > 0)
-    same[0] = False
+    tile, node, begin, end = (x[:num_plain] for x in (pieces.tile, pieces.node, pieces.begin, pieces.end))
+    count = np.bincount(tile, minlength=num_tiles)
+    same = np.zeros(num_tiles, bool)
+    same[1:] = (count[1:] == count[:-1]) & (count[1:] > 0)
     if not same.any():
         return None
-    return np.maximum.accumulate(np.where(same, 0, np.arange(num_tiles)))
+    # The piece at the same place in the tile before, if that has as many.
+    before = np.arange(num_plain) - count.take(tile - 1)
+    differs = (node != node.take(before)) | (begin != begin.take(before)) | (end != end.take(before))
+    differs |= pieces.reserve[:num_plain]
+    same &= np.bincount(tile, differs, num_tiles) == 0
+    return same if same.any() else None
 
 
 def _expand(
     problem: Problem, pieces: Pieces, num_plain: int, units: tuple[int, int], num_tiles: int
 ) -> tuple[Entries, Entries]:
-    """Entries of the first ``num_plain`` pieces, and of the others."""
-    layout, first_slot = problem.layout, problem.tree.first_slot
-    page_size = problem.page_size
-    unit = np.where(pieces.masked, units[1], units[0])
-    slot0 = first_slot[pieces.node]
-    start, stop = slot0 + pieces.begin, slot0 + pieces.end
+    """Entries of the first ``num_plain`` pieces, and of the others.
+
+    What does not change within a piece is worked out for the pieces, of which there are few, and then spread.
+    """
+    layout, page_size, node = problem.layout, problem.page_size, pieces.node
+    first_slot = problem.tree.first_slot.take(node)
+    start, stop = first_slot + pieces.begin, first_slot + pieces.end
+    unit: Any = units[0] if units[0] == units[1] else np.where(pieces.masked, units[1], units[0])
     chunk0 = start // unit
     if problem.horizon:
         # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
         chunk0 = np.where(pieces.reserve, ceil_div(start, unit), chunk0)
-    piece, chunk = ragged_ranges(chunk0, ceil_div(stop, unit))
-    border = int(np.searchsorted(piece, num_plain))
-    reserve = np.zeros(0, bool)
+    counts = (ceil_div(stop, unit) - chunk0).astype(np.intp)  # as repeat() wants it
+    order = _with_reserves_last(pieces, counts) if problem.horizon else None
+
+    def spread(column: np.ndarray) -> np.ndarray:
+        return column.repeat(counts) if order is None else column.repeat(counts).take(order)
+
+    chunk = ragged_runs(chunk0, counts)
+    if order is not None:
+        chunk = chunk.take(order)
+    if units[0] != units[1]:
+        unit = spread(unit)
+    begin = chunk * unit
+    count = np.minimum(begin + unit, spread(stop))
+    np.maximum(begin, spread(start), out=begin)
+    count -= begin
     if problem.horizon:
-        reserve = pieces.reserve[piece]
-        nth = np.where(reserve, chunk - chunk0[piece] + 1, 0)
-        order = np.lexsort((nth, pieces.tile[piece], pieces.masked[piece]))
-        piece, chunk, reserve = piece[order], chunk[order], reserve[order]
-    node, unit, start = pieces.node[piece], unit[piece], start[piece]
-    begin = np.maximum(chunk * unit, start)
-    count = np.minimum((chunk + 1) * unit, stop[piece]) - begin
-    if problem.horizon:
-        count[reserve] = 0
+        count[spread(pieces.reserve)] = 0
     indptr, indices = problem.pages
     page = begin // page_size
-    word = (indices[indptr[node] + page] * page_size + (begin - page * page_size)) << COUNT_BITS | count
-    tile, token = pieces.tile[piece], begin - first_slot[node]
-    low = layout.row_begin[node]
-    causal = pieces.causal[piece]
-    if causal.any():
-        low = np.where(causal, ~(low + token - layout.old_len[node]), low)
-    position, high = layout.position[node] + token, layout.row_end[node]
+    slot = (indices.take(spread(indptr.take(node)) + page) - page) * page_size + begin
+    word = slot << COUNT_BITS | count
+    low = spread(layout.row_begin.take(node))
+    if pieces.causal.any():
+        seen_from = spread((layout.row_begin - layout.old_len).take(node) - first_slot) + begin
+        low = np.where(spread(pieces.causal), ~seen_from, low)
+    high, position = spread(layout.row_end.take(node)), spread(layout.position.take(node) - first_slot) + begin
+    if problem.horizon:
+        tile, node = spread(pieces.tile), spread(node)
+    else:
+        tile = node = chunk = np.zeros(0, np.int32)
 
-    def part(which: slice) -> Entries:
-        listed = np.bincount(tile[which], minlength=num_tiles)
-        filled = np.bincount(tile[which][~reserve[which]], minlength=num_tiles) if problem.horizon else listed
+    def part(first: int, last: int, which: slice) -> Entries:
+        of_tile, listed = pieces.tile[first:last], counts[first:last]
+        held = real = np.bincount(of_tile, listed, num_tiles)
+        if problem.horizon:
+            real = np.bincount(of_tile, listed * ~pieces.reserve[first:last], num_tiles)
         return Entries(
-            tile=tile[which],
             word=word[which],
             position=position[which],
             low=low[which],
             high=high[which],
+            begin=exclusive_cumsum(held)[:-1],
+            real=real.astype(np.int32),
+            tile=tile[which],
             node=node[which],
             chunk=chunk[which],
-            begin=exclusive_cumsum(listed)[:-1],
-            real=filled.astype(np.int32),
         )
 
-    return part(slice(0, border)), part(slice(border, len(tile)))
+    border = int(counts[:num_plain].sum())
+    return part(0, num_plain, slice(0, border)), part(num_plain, len(counts), slice(border, len(word)))
+
+
+def _with_reserves_last(pieces: Pieces, counts: np.ndarray) -> np.ndarray:
+    """The order of entries in which each tile's reserves follow, step by step, all that it has filled."""
+    piece, nth = ragged_places(counts)
+    later = np.where(pieces.reserve[piece], nth + 1, 0)
+    return np.lexsort((later, pieces.tile[piece], pieces.masked[piece]))

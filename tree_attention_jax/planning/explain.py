@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax._arrays import ceil_div, ragged_arange, ragged_ranges
+from tree_attention_jax._arrays import ceil_div, ragged_arange, ragged_places
 
 if TYPE_CHECKING:
     from tree_attention_jax.planning.plan import HostView, TreePlan
@@ -162,7 +162,7 @@ def _tokens_walked(buffer: np.ndarray, records: np.ndarray, masked: bool) -> tup
     """(item, cache slot, rows of the item that see it) of every token of the items' plain or masked entries."""
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
     count = records[:, lo.MASKED_COUNT if masked else lo.PLAIN_COUNT]
-    item, nth = ragged_ranges(np.zeros_like(count), count)
+    item, nth = ragged_places(count)
     entry = records[item, lo.MASKED_BEGIN if masked else lo.PLAIN_BEGIN] + nth * size
     filled = buffer[entry + lo.WORD] & lo.COUNT_MASK
     place = ragged_arange(filled)

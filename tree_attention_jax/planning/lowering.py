@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pallas_kernels.layout import TileClass
-from tree_attention_jax._arrays import ceil_div, ragged_ranges
+from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_places, ragged_runs
 from tree_attention_jax.planning.entries import Entries, make_entries
 from tree_attention_jax.planning.pieces import cut_into_pieces
 from tree_attention_jax.planning.problem import Problem
@@ -34,64 +35,81 @@ class Items:
 
 def lower(problem: Problem, tiling: Tiling, *, mask_all: bool = False) -> Items:
     """Turn a tiling into items. ``mask_all`` sends plain runs down the masked path too, to time it."""
-    queries_per_tile = np.array([t.queries_per_tile(problem.heads.group) for t in tiling.tiles], np.int32)
-    step = queries_per_tile[tiling.tile]
-    rows = tiling.row_end - tiling.row_begin
-    cuts = ceil_div(rows, step)
-    if (cuts == 1).all():
-        block = np.arange(len(cuts), dtype=np.int32)
-        row0 = tiling.row_begin
-    else:
-        block, nth = ragged_ranges(np.zeros_like(cuts), cuts)
-        row0 = tiling.row_begin[block] + nth * step[block]
-    row1 = np.minimum(row0 + step[block], tiling.row_end[block])
-    kind = tiling.tile[block]
-    pieces = cut_into_pieces(problem, tiling, block, row0, row1)
+    tiling = _row_tiles(problem, tiling)
+    pieces = cut_into_pieces(problem, tiling)
     if mask_all:
         pieces = replace(pieces, masked=np.ones_like(pieces.masked))
-    plain, masked, units = make_entries(problem, pieces, len(block))
-    return _items(tiling, block, row0, row1, kind, plain, masked, units)
+    plain, masked, units = make_entries(problem, pieces, tiling.num_blocks)
+    return _items(tiling, plain, masked, units)
 
 
-def _items(tiling: Tiling, block, row0, row1, kind, plain: Entries, masked: Entries, units: tuple[int, int]) -> Items:
+def _row_tiles(problem: Problem, tiling: Tiling) -> Tiling:
+    """The same tiling in blocks of no more rows than a tile holds."""
+    queries = [t.queries_per_tile(problem.heads.group) for t in tiling.tiles]
+    step = np.array(queries, np.int32).take(tiling.tile)
+    cuts = ceil_div(tiling.row_end - tiling.row_begin, step)
+    if (cuts == 1).all():
+        return tiling
+    block, nth = ragged_places(cuts)
+    row_begin = tiling.row_begin[block] + nth * step[block]
+    runs = np.diff(tiling.run_indptr)[block]
+    run = ragged_runs(tiling.run_indptr[:-1][block], runs)
+    return Tiling(
+        row_begin=row_begin,
+        row_end=np.minimum(row_begin + step[block], tiling.row_end[block]),
+        run_indptr=exclusive_cumsum(runs),
+        node=tiling.node[run],
+        begin=tiling.begin[run],
+        end=tiling.end[run],
+        tile=tiling.tile[block],
+        max_tokens=tiling.max_tokens[block],
+        tiles=tiling.tiles,
+    )
+
+
+def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, int]) -> Items:
     """Split each tile's token slots, plain ones first, into pieces of about equal length, and order the items."""
-    step = np.array([t.block_kv for t in tiling.tiles], np.int32)[kind]
     plain_slots = plain.real * units[0]
     total = plain_slots + masked.real * units[1]
-    limit = tiling.max_tokens[block]
-    pieces = np.where(limit > 0, ceil_div(total, np.maximum(limit, 1)), 1)
-    size = ceil_div(total, np.maximum(pieces, 1))
-    size = np.maximum(ceil_div(size, step), 1) * step
-    pieces = np.maximum(ceil_div(total, size), 1)
-    if (pieces == 1).all():
-        tile = np.arange(len(row0), dtype=np.int32)
-        begin, end = np.zeros(len(row0), np.int32), total
-    else:
-        tile, nth = ragged_ranges(np.zeros_like(pieces), pieces)
-        begin = nth * size[tile]
-        end = np.minimum(begin + size[tile], total[tile])
-    tokens, launch = end - begin, kind[tile]
+    tile, begin, end = _split(tiling, total)
+    tokens, launch = end - begin, tiling.tile[tile]
     order = np.argsort(launch.astype(np.int64) * 2**32 - tokens, kind="stable")
-    tile, begin, end, launch = tile[order], begin[order], end[order], launch[order]
-    border = plain_slots[tile]
+    tile, begin, end = tile.take(order), begin.take(order), end.take(order)
+    border = plain_slots.take(tile)
     # An entry goes to the piece that it ends in: two pieces that meet round alike.
     plain_begin, plain_end = np.minimum(begin, border) // units[0], np.minimum(end, border) // units[0]
     masked_begin, masked_end = np.maximum(begin - border, 0) // units[1], np.maximum(end - border, 0) // units[1]
-    has_masked = np.zeros(len(tiling.tiles), bool)
-    has_masked[kind[masked.tile]] = True
+    has_masked = np.bincount(tiling.tile, masked.real, len(tiling.tiles)).tolist()
     return Items(
-        launch=launch,
+        launch=launch.take(order),
         tile=tile,
-        row_begin=row0[tile],
-        num_rows=(row1 - row0)[tile],
-        plain_begin=plain.begin[tile] + plain_begin,
+        row_begin=tiling.row_begin.take(tile),
+        num_rows=(tiling.row_end - tiling.row_begin).take(tile),
+        plain_begin=plain.begin.take(tile) + plain_begin,
         plain_count=plain_end - plain_begin,
-        masked_begin=masked.begin[tile] + masked_begin,
+        masked_begin=masked.begin.take(tile) + masked_begin,
         masked_count=masked_end - masked_begin,
-        tokens=tokens[order],
+        tokens=tokens.take(order),
         plain=plain,
         masked=masked,
-        tiles=tuple(
-            replace(t, unit=units[0], masked_unit=units[1] if m else 0) for t, m in zip(tiling.tiles, has_masked)
-        ),
+        tiles=tuple(_with_units(t, units[0], units[1] if m else 0) for t, m in zip(tiling.tiles, has_masked)),
     )
+
+
+def _split(tiling: Tiling, total: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``(tile, begin, end)`` of items: tiles with so many token slots, those that exceed their limit in pieces."""
+    limit = tiling.max_tokens
+    long = (limit > 0) & (total > limit)
+    if not long.any():
+        return np.arange(len(total)), np.zeros(len(total), np.int32), total
+    step = np.array([t.block_kv for t in tiling.tiles], np.int32).take(tiling.tile)
+    size = ceil_div(total, np.where(long, ceil_div(total, np.maximum(limit, 1)), 1))
+    size = np.maximum(ceil_div(size, step), 1) * step
+    tile, nth = ragged_places(np.maximum(ceil_div(total, size), 1))
+    begin = nth * size[tile]
+    return tile, begin, np.minimum(begin + size[tile], total[tile])
+
+
+@functools.lru_cache(maxsize=256)
+def _with_units(tile: TileClass, unit: int, masked_unit: int) -> TileClass:
+    return replace(tile, unit=unit, masked_unit=masked_unit)

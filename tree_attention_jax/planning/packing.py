@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_ranges
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_runs
 from tree_attention_jax.planning.buckets import FEW_LAUNCHES, Buckets
 from tree_attention_jax.planning.growth import ENTRIES, growth_records
 from tree_attention_jax.planning.lowering import Items
@@ -16,7 +16,7 @@ from tree_attention_jax.planning.tiles import resident_programs
 
 # Partials merged at a time: most queries have a few; of a long split context there are many.
 FEW_PARTIALS, MANY_PARTIALS = 4, 16
-# With more on average, many at a time are faster, and else up to twice as slow; of so few queries it does not matter.
+# With more on average, or of so few queries, many at a time are faster; else up to twice as slow.
 FEW_ON_AVERAGE, FEW_QUERIES = 8, 64
 
 
@@ -53,7 +53,8 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     level = buckets.level_for(queries=num_rows, partials=num_partials, items=0 if few else int(launch_counts.max()))
     while True:
         capacity = buckets.at_level(level)
-        places = _places(items, capacity, _launches(problem, items, buckets if few else capacity, few))
+        launches = _launches(problem, items, launch_counts.tolist(), buckets if few else capacity, few)
+        places = _places(items, capacity, launches)
         growing, grow_lists = growth_records(problem, items, places.launches, places.plain, places.masked)
         growing_at = places.lists + len(reduce_list)
         grow_lists_at = growing_at + growing.size
@@ -71,7 +72,7 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     buffer[lo.NUM_QUERIES] = num_rows
     buffer[lo.NUM_GROWING] = len(growing)
     buffer[lo.GROWING_BEGIN] = growing_at
-    _write_items(buffer, items, places, partial)
+    _write_items(buffer, items, places, launch_counts, partial)
     buffer[places.rows : places.rows + num_rows] = problem.layout.row_query
     buffer[places.rows + num_rows : places.positions] = np.arange(num_rows, row_capacity)
     buffer[places.positions : places.positions + num_rows] = problem.layout.query_position
@@ -90,7 +91,6 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     buffer[growing_at:grow_lists_at] = growing.ravel()
     buffer[grow_lists_at : grow_lists_at + len(grow_lists)] = grow_lists
     partial_rows = capacity.partials if num_partials else 0
-    many = row_capacity <= FEW_QUERIES or num_partials > FEW_ON_AVERAGE * np.count_nonzero(np.diff(reduce_ptr))
     assert partial_rows is not None
     shape = lo.WorkShape(
         num_q_heads=problem.heads.num_q_heads,
@@ -104,64 +104,71 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         positions_at=places.positions,
         slots_at=places.slots,
         reduce_at=places.reduce,
-        reduce_block=MANY_PARTIALS if many else FEW_PARTIALS,
+        reduce_block=_reduce_block(row_capacity, num_partials, reduce_ptr),
         partial_rows=partial_rows,
         buffer_size=size,
     )
     return Packed(buffer, shape, tuple(launch_counts.tolist()), num_partials)
 
 
-def _launches(problem: Problem, items: Items, buckets: Buckets, few: bool) -> list[lo.Launch]:
-    """Launches with their room for items; one after the other from place 0 on."""
+def _reduce_block(row_capacity: int, num_partials: int, reduce_ptr: np.ndarray) -> int:
+    """Partials that the reduction merges at a time."""
+    if row_capacity <= FEW_QUERIES:
+        return MANY_PARTIALS
+    many = num_partials and num_partials > FEW_ON_AVERAGE * np.count_nonzero(np.diff(reduce_ptr))
+    return MANY_PARTIALS if many else FEW_PARTIALS
+
+
+def _launches(problem: Problem, items: Items, counts: list[int], buckets: Buckets, few: bool) -> tuple[lo.Launch, ...]:
+    """Launches with their room for items, one after the other behind the header."""
     heads, tiles = problem.heads, items.tiles
-    counts = np.bincount(items.launch, minlength=len(tiles)).tolist()
     programs = [heads.num_kv_heads * -(-heads.group // tile.heads_per_tile(heads.group)) for tile in tiles]
     queries = [tile.queries_per_tile(heads.group) for tile in tiles]
-    launches, cursor = [], 0
+    launches, cursor = [], lo.HEADER_SIZE
     for tile, room, each in zip(tiles, buckets.items_of(counts, programs, queries), programs):
-        resident = problem.profile.num_sms * resident_programs(heads, tile)
-        launches.append(lo.Launch(tile, room * each if few else min(room * each, resident), room, cursor))
+        grid = room * each
+        if not few:
+            grid = min(grid, problem.profile.num_sms * resident_programs(heads, tile))
+        launches.append(lo.Launch(tile, grid, room, cursor))
         cursor += room * lo.ITEM_SIZE
-    return launches
+    return tuple(launches)
 
 
-def _places(items: Items, capacity: Buckets, launches: list[lo.Launch]) -> _Places:
+def _places(items: Items, capacity: Buckets, launches: tuple[lo.Launch, ...]) -> _Places:
     assert capacity.queries is not None
-    launches = [replace(launch, items_at=launch.items_at + lo.HEADER_SIZE) for launch in launches]
     cursor = launches[-1].items_at + launches[-1].capacity * lo.ITEM_SIZE
     reduce_at = cursor + 3 * capacity.queries
     plain_at = reduce_at + capacity.queries + 1
-    masked_at = plain_at + len(items.plain.tile) * lo.PLAIN_SIZE
+    masked_at = plain_at + len(items.plain.word) * lo.PLAIN_SIZE
     return _Places(
-        launches=tuple(launches),
+        launches=launches,
         rows=cursor,
         positions=cursor + capacity.queries,
         slots=cursor + 2 * capacity.queries,
         reduce=reduce_at,
         plain=plain_at,
         masked=masked_at,
-        lists=masked_at + len(items.masked.tile) * lo.MASKED_SIZE,
+        lists=masked_at + len(items.masked.word) * lo.MASKED_SIZE,
     )
 
 
 def _partials(problem: Problem, items: Items):
     """Where each item writes (-1: straight to the output), and each query's list of partials."""
     num_rows = problem.layout.num_rows
-    first, count = items.row_begin, items.num_rows
-    cover = np.cumsum(np.bincount(first, minlength=num_rows + 1) - np.bincount(first + count, minlength=num_rows + 1))[
-        :num_rows
-    ]
-    crowded = exclusive_cumsum(cover > 1)
-    shared = crowded[first + count] > crowded[first]
-    offset = exclusive_cumsum(np.where(shared, count, 0))
+    if int(items.num_rows.sum()) == num_rows:  # each row has an item, as it sees its own token, so none has two
+        return np.full(len(items.tile), -1), 0, np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
+    first, last = items.row_begin, items.row_begin + items.num_rows
+    change = np.bincount(first, minlength=num_rows + 1) - np.bincount(last, minlength=num_rows + 1)
+    crowded = exclusive_cumsum(np.add.accumulate(change)[:num_rows] > 1)
+    shared = crowded.take(last) > crowded.take(first)
+    offset = exclusive_cumsum(items.num_rows * shared)
     partial = np.where(shared, offset[:-1], -1)
-    _, row = ragged_ranges(first[shared], (first + count)[shared])
-    query = problem.layout.row_query[row]
+    query = problem.layout.row_query.take(ragged_runs(first[shared], items.num_rows[shared]))
     reduce_list = np.argsort(query, kind="stable").astype(np.int32)
     return partial, int(offset[-1]), exclusive_cumsum(np.bincount(query, minlength=num_rows)), reduce_list
 
 
-def _write_items(buffer, items: Items, places: _Places, partial) -> None:
+def _write_items(buffer, items: Items, places: _Places, launch_counts, partial) -> None:
     records = np.empty((len(items.launch), lo.ITEM_SIZE), np.int32)
     records[:, lo.ROW] = items.row_begin
     records[:, lo.NUM_ROWS] = items.num_rows
@@ -171,17 +178,18 @@ def _write_items(buffer, items: Items, places: _Places, partial) -> None:
     records[:, lo.MASKED_COUNT] = items.masked_count
     records[:, lo.PARTIAL] = partial
     records[:, lo.TOKENS] = items.tokens
-    border = np.searchsorted(items.launch, np.arange(len(places.launches) + 1))
-    for launch, begin, end in zip(places.launches, border[:-1], border[1:]):
-        here = records[begin:end].ravel()
-        buffer[launch.items_at : launch.items_at + len(here)] = here
+    flat, begin = records.reshape(-1), 0
+    for launch, count in zip(places.launches, launch_counts.tolist()):
+        size = count * lo.ITEM_SIZE
+        buffer[launch.items_at : launch.items_at + size] = flat[begin : begin + size]
+        begin += size
 
 
 def _new_token_slots(problem: Problem) -> np.ndarray:
     """Cache slot of each query's own token, in query order."""
     tree, layout, page_size = problem.tree, problem.layout, problem.page_size
     node = layout.query_node
-    place = (tree.first_slot - layout.position)[node] + layout.query_position
+    place = (tree.first_slot - layout.position).take(node) + layout.query_position
     indptr, indices = problem.pages
     page = place // page_size
-    return indices[indptr[node] + page] * page_size + (place - page * page_size)
+    return (indices.take(indptr.take(node) + page) - page) * page_size + place

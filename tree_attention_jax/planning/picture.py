@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_arange, ragged_ranges
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_arange, ragged_places
 from tree_attention_jax.planning.explain import host_of, summarize, walk
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def draw(plan: TreePlan, path: Any = None, ax: Any = None, title: str | None = N
 
 def _draw_visible(ax: Any, layout: Any, tree: Any, token_begin: np.ndarray) -> None:
     """Old tokens of a node: a rectangle. New tokens of one node: columns that start a row lower each."""
-    node, new = ragged_ranges(np.zeros_like(tree.kv_len), tree.kv_len - layout.old_len)
+    node, new = ragged_places(tree.kv_len - layout.old_len)
     begin = np.concatenate([token_begin, token_begin[node] + layout.old_len[node] + new])
     end = np.concatenate([token_begin + layout.old_len, begin[tree.num_nodes :] + 1])
     low = np.concatenate([layout.row_begin, layout.row_begin[node] + new])

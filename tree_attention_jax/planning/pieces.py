@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tree_attention_jax._arrays import ragged_ranges
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
 
@@ -28,7 +27,7 @@ class Pieces:
     reserve: np.ndarray  # token range is not filled yet
 
     def take(self, which: np.ndarray) -> Pieces:
-        return Pieces(**{name: getattr(self, name)[which] for name in self.__dataclass_fields__})
+        return Pieces(**{name: getattr(self, name).take(which) for name in self.__dataclass_fields__})
 
     @staticmethod
     def join(parts: list[Pieces]) -> Pieces:
@@ -36,24 +35,25 @@ class Pieces:
         return Pieces(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
 
 
-def cut_into_pieces(problem: Problem, tiling: Tiling, block: np.ndarray, row0: np.ndarray, row1: np.ndarray) -> Pieces:
-    """Pieces of all tiles, sorted by tile: tile i is rows ``row0[i] .. row1[i] - 1`` of block ``block[i]``."""
+def cut_into_pieces(problem: Problem, tiling: Tiling) -> Pieces:
+    """Pieces of all blocks, each of which is a tile, sorted by tile."""
     layout = problem.layout
-    tile, run = ragged_ranges(tiling.run_indptr[block], tiling.run_indptr[block + 1])
-    node = tiling.node[run]
-    low, high = layout.row_begin[node], layout.row_end[node]
-    first, last = row0[tile], row1[tile]
+    tile = np.arange(tiling.num_blocks).repeat(tiling.run_indptr[1:] - tiling.run_indptr[:-1])
+    node, begin, end = tiling.node, tiling.begin, tiling.end
+    low, high = layout.row_begin.take(node), layout.row_end.take(node)
+    first, last = tiling.row_begin.take(tile), tiling.row_end.take(tile)
     touched = (low < last) & (first < high)
     if not touched.all():
-        tile, run, node = tile[touched], run[touched], node[touched]
-        low, high, first, last = low[touched], high[touched], first[touched], last[touched]
-    begin, end, old = tiling.begin[run], tiling.end[run], layout.old_len[node]
+        tile, node, begin, end, low, high, first, last = (
+            x[touched] for x in (tile, node, begin, end, low, high, first, last)
+        )
+    old = layout.old_len.take(node)
     if problem.sliding_window is not None and len(tile):
-        begin = _trim_to_window(problem, tile, node, begin, end, row0, row1)
+        begin = _trim_to_window(problem, tiling, tile, node, begin, end)
     whole = (low <= first) & (last <= high)
     no = np.zeros(len(tile), bool)
     parts = [Pieces(tile, node, begin, np.minimum(end, old), ~whole, no, no)]
-    fresh = np.flatnonzero(end > old)
+    fresh = (end > old).nonzero()[0]
     if len(fresh):
         tile, node, low, old, first, last = (x[fresh] for x in (tile, node, low, old, first, last))
         begin, end = np.maximum(begin[fresh], old), end[fresh]
@@ -67,17 +67,17 @@ def cut_into_pieces(problem: Problem, tiling: Tiling, block: np.ndarray, row0: n
     pieces = Pieces.join(parts) if len(parts) > 1 else parts[0]
     filled = pieces.begin < pieces.end
     if not filled.all():
-        pieces = pieces.take(filled)
+        pieces = pieces.take(filled.nonzero()[0])
     if len(parts) > 1:
         # Reserved stretches come last in their tile, in the order in which they start to fill.
         pieces = pieces.take(np.lexsort((pieces.reserve, pieces.tile)))
     return pieces
 
 
-def _trim_to_window(problem, tile, node, begin, end, row0, row1) -> np.ndarray:
+def _trim_to_window(problem: Problem, tiling: Tiling, tile, node, begin, end) -> np.ndarray:
     """Drop tokens that are too old for every row of the tile; the kernel masks the rest."""
     position = problem.layout.query_position[problem.layout.row_query]
-    edges = np.stack([row0, row1], axis=1).ravel()
+    edges = np.stack([tiling.row_begin, tiling.row_end], axis=1).ravel()
     padded = np.append(position, np.iinfo(np.int32).max)
     youngest = np.minimum.reduceat(padded, edges)[::2]
     oldest_seen = youngest[tile] - problem.sliding_window + 1

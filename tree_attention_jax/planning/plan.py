@@ -235,8 +235,11 @@ def make_problem(
     )
 
 
+_INTEGERS = (int, np.integer)
+
+
 def _require_integer(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if isinstance(value, bool) or not isinstance(value, _INTEGERS):
         raise TypeError(f"{name} is {value!r}: it must be an integer")
     if value < least:
         raise ValueError(f"{name} is {value}: it must be at least {least}")

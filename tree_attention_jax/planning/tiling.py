@@ -17,7 +17,7 @@ from pallas_kernels.layout import TileClass
 
 @dataclass(frozen=True)
 class Tiling:
-    """Blocks in CSR form; int32 arrays.
+    """Blocks in CSR form; arrays of integers.
 
     Attributes:
         row_begin, row_end: [B] rows of each block. More rows than a tile holds are cut into several tiles.

@@ -7,6 +7,7 @@ over all SMs, the longest item's latency, and the partials that the pieces write
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ class Blocks:
         """The launch of each group."""
         opens = np.zeros(len(self.tokens), np.intp)
         opens[self.first[1:]] = 1
-        return opens.cumsum()
+        return np.add.accumulate(opens)
 
 
 @dataclass(frozen=True)
@@ -64,38 +65,53 @@ def price(
     """
     profile, launch = problem.profile, blocks.launch()
     longest = np.maximum.reduceat(blocks.tokens, blocks.first)
-    steps = np.bincount(launch, np.ceil(blocks.tokens / shapes.block_kv[launch]) * blocks.count)
+    steps = np.bincount(launch, np.ceil(blocks.tokens / shapes.block_kv.take(launch)) * blocks.count)
     items = np.bincount(launch, blocks.count)
-    # Row 0: whole items. The other rows: powers of two, and what is half way between.
-    halvings = max(max(int(longest.max()) - 1, 0).bit_length() - (MIN_TOKENS - 1).bit_length(), 0)
-    length = np.full((1 + 2 * halvings, 1), np.inf)
-    length[1::2, 0] = MIN_TOKENS << np.arange(halvings)
-    length[2::2, 0] = 1.5 * length[1::2, 0]
+    length = _lengths(max(int(longest.max()) - 1, 0).bit_length())
     more, written = _splits(blocks, launch, length, reduced)
     most = np.ceil(np.minimum(length, longest) / shapes.block_kv)
-    time = launch_time(profile, shapes, steps, items + more, most, memory, can_mask, masked)
-    worth = most[0] * mean_latency_us(shapes, can_mask, masked) > SHORT_TAIL * time[0]
-    time[1:] += written[1:] * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
-    time[1:] += np.where(reduced, 0.0, profile.launch_us)
-    time[1:][~(worth & (length[1:] >= shapes.block_kv) & (length[1:] < longest))] = np.inf
+    latency_us = mean_latency_us(shapes, can_mask, masked)
+    time = launch_time(profile, shapes, steps, items + more, most, memory, can_mask, masked, latency_us)
+    worth = most[0] * latency_us > SHORT_TAIL * time[0]
+    split, shorter = time[1:], length[1:]
+    split += written[1:] * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
+    split += np.where(reduced, 0.0, profile.launch_us)
+    split[~(worth & (shorter >= shapes.block_kv) & (shorter < longest))] = np.inf
     best = time.argmin(axis=0)
     limit = np.where(best > 0, length[best, 0], 0).astype(np.int32)
     return Pricing(limit, time.min(axis=0))
+
+
+@functools.lru_cache(maxsize=64)
+def _lengths(bits: int) -> np.ndarray:
+    """[lengths, 1]: tokens that items may have. Row 0: whole items; others: powers of two, up to so many bits, and what
+    is half way between."""
+    shorter = MIN_TOKENS << np.arange(max(bits - (MIN_TOKENS - 1).bit_length(), 0))
+    length = np.concatenate([[np.inf], np.outer(shorter, [1, 1.5]).ravel()])[:, None]
+    length.setflags(write=False)
+    return length
 
 
 def _splits(
     blocks: Blocks, launch: np.ndarray, length: np.ndarray, reduced: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """[lengths, L] each: items that splitting adds, and partials written that were not written before."""
-    more = np.zeros((len(length), len(blocks.first)))
-    new = np.zeros_like(more)
-    long = np.flatnonzero(blocks.tokens > MIN_TOKENS)
+    added = np.zeros((2, len(length), len(blocks.first)))
+    long = (blocks.tokens > MIN_TOKENS).nonzero()[0]
     if len(long) and len(length) > 1:
-        launch, count = launch[long], blocks.count[long]
-        first = np.searchsorted(launch, np.arange(len(more[0])))
-        has = np.flatnonzero(np.bincount(launch, minlength=len(more[0])))
-        pieces = np.maximum(np.ceil(blocks.tokens[long] / length), 1)
-        more[:, has] = np.add.reduceat((pieces - 1) * count, first[has], axis=1)
-        written = (pieces - reduced[launch]) * (pieces > 1) * (blocks.rows[long] * count)
-        new[:, has] = np.add.reduceat(written, first[has], axis=1)
-    return more, new
+        launch, count = launch.take(long), blocks.count.take(long)
+        first = starts(launch)
+        pieces = np.maximum(np.ceil(blocks.tokens.take(long) / length), 1)
+        of_block = np.empty((2, *pieces.shape))
+        of_block[0] = (pieces - 1) * count
+        of_block[1] = (pieces - reduced.take(launch)) * (pieces > 1) * (blocks.rows.take(long) * count)
+        added[:, :, launch.take(first)] = np.add.reduceat(of_block, first, axis=2)
+    return added[0], added[1]
+
+
+def starts(values: np.ndarray) -> np.ndarray:
+    """Where each run of equal values begins."""
+    new = np.empty(len(values), bool)
+    new[:1] = True
+    np.not_equal(values[1:], values[:-1], out=new[1:])
+    return new.nonzero()[0]

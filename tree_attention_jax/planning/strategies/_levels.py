@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.problem import Problem
 
 
@@ -14,8 +14,9 @@ from tree_attention_jax.planning.problem import Problem
 class Levels:
     """The nodes that have rows, under a virtual root, level by level and depth-first within a level.
 
-    In that order the descendants of a node some levels down are neighbours: ``low[k, i] .. high[k, i] - 1`` are those
-    of inner node i exactly k levels down. Leaves have none, and most nodes are leaves, so only inner nodes are listed.
+    In that order the descendants of a node some levels down are neighbours: ``bounds[k, 0, i] .. bounds[k, 1, i] - 1``
+    are those of inner node i exactly k levels down. Leaves have none, and most nodes are leaves, so only inner nodes
+    are listed.
     """
 
     node: np.ndarray  # in the tree; -1 for the virtual root
@@ -28,8 +29,8 @@ class Levels:
     inner: np.ndarray  # [I] nodes with children
     leaf: np.ndarray  # the other nodes
     inner_begin: list[int]  # [depth + 1] first inner node of each level
-    low: np.ndarray  # [spans + 1, I]
-    high: np.ndarray
+    above: np.ndarray  # [N] place among the inner nodes of each node's parent; 0 for the virtual root
+    bounds: np.ndarray  # [spans + 1, 2, I]
 
     @property
     def num_nodes(self) -> int:
@@ -43,7 +44,7 @@ class Levels:
     @property
     def spans(self) -> int:
         """Levels a segment may hold."""
-        return len(self.low) - 1
+        return len(self.bounds) - 1
 
     @staticmethod
     def of(problem: Problem, max_span: int) -> Levels:
@@ -53,53 +54,63 @@ class Levels:
         order = layout.order
         rows = layout.row_end - layout.row_begin
         if not rows.all():
-            order = order[rows[order] > 0]
-        depth = layout.depth[order]
-        node = np.empty(len(order) + 1, np.int32)
-        node[0] = -1  # reads the last node's fields, which are overwritten below
-        node[1:] = order[np.argsort(depth, kind="stable")]
+            order = order[rows.take(order) > 0]
+        depth = layout.depth.take(order)
         counts = np.bincount(depth)
+        if len(counts) <= 2**15:
+            depth = depth.astype(np.int16)  # which NumPy sorts by radix
+        node = np.empty(len(order) + 1, np.intp)
+        node[0] = -1  # reads the last node's fields, which are overwritten below
+        node[1:] = order.take(np.argsort(depth, kind="stable"))
         begin = [0, *(exclusive_cumsum(counts) + 1).tolist()]
-        children = np.bincount(tree.parent[node[begin[2] :]], minlength=tree.num_nodes)[node]
+        children = np.bincount(tree.parent.take(node[begin[2] :]), minlength=tree.num_nodes).take(node)
         children[0] = counts[0]
-        child_begin = np.empty(len(node) + 1, np.int32)  # children of i: child_begin[i] .. child_begin[i + 1] - 1
-        child_begin[0] = 1
-        np.cumsum(children, out=child_begin[1:])
-        child_begin[1:] += 1
-        inner, leaf = np.flatnonzero(children), np.flatnonzero(children == 0)
-        low = np.empty((min(len(begin) - 1, max_span) + 1, len(inner)), np.int32)
-        high = np.empty_like(low)
-        low[0] = inner
-        high[0] = inner + 1
-        for k in range(len(low) - 1):
-            child_begin.take(low[k], out=low[k + 1])
-            child_begin.take(high[k], out=high[k + 1])
+        inner, leaf = children.nonzero()[0], (children == 0).nonzero()[0]
+        above = np.zeros(len(node), np.intp)
+        above[1:] = np.arange(len(inner)).repeat(children.take(inner))
+        # Children of i: child_begin[i] .. child_begin[i + 1] - 1.
+        child_begin = np.ones(len(node) + 1, np.intp)
+        child_begin[1:] += np.add.accumulate(children)
+        bounds = np.empty((min(len(begin) - 1, max_span) + 1, 2, len(inner)), np.intp)
+        bounds[0, 0] = inner
+        bounds[0, 1] = inner + 1
+        for k in range(len(bounds) - 1):
+            child_begin.take(bounds[k], out=bounds[k + 1], mode="clip")  # they are in range; without a mode it is slow
 
         def with_root(root: int, values: np.ndarray) -> np.ndarray:
-            out = values[node]
+            out = values.take(node)
             out[0] = root
             return out
 
+        row_begin, row_end = with_root(0, layout.row_begin), with_root(layout.num_rows, layout.row_end)
+        level = np.zeros(len(node), np.intp)
+        level[1:] = np.arange(1, len(counts) + 1).repeat(counts)
         return Levels(
             node=node,
-            rows=with_root(layout.num_rows, rows),
+            rows=row_end - row_begin,
             tokens=with_root(0, tree.kv_len),
-            row_begin=with_root(0, layout.row_begin),
-            row_end=with_root(layout.num_rows, layout.row_end),
-            level=np.repeat(np.arange(len(begin) - 1), np.diff(begin)),
+            row_begin=row_begin,
+            row_end=row_end,
+            level=level,
             begin=begin,
             inner=inner,
             leaf=leaf,
-            inner_begin=np.searchsorted(inner, begin).tolist(),
-            low=low,
-            high=high,
+            inner_begin=inner.searchsorted(begin).tolist(),
+            above=above,
+            bounds=bounds,
         )
 
-    def sum_down(self, value: np.ndarray) -> np.ndarray:
-        """[spans, I]: the sum of ``value`` over inner node i and its descendants down to k levels below, for each k."""
-        prefix = np.zeros(self.num_nodes + 1)
-        np.cumsum(value, out=prefix[1:], dtype=np.float64)
-        return np.cumsum(prefix[self.high[:-1]] - prefix[self.low[:-1]], axis=0)
+    def only_child(self) -> np.ndarray:
+        """[I]: the inner nodes' children that have no siblings, as one root under the virtual one has none; else 0."""
+        child, end = self.bounds[1]
+        return np.where(end - child == 1, child, 0)
+
+    def sum_down(self, values: np.ndarray) -> np.ndarray:
+        """[V, spans, I]: sums of V values over inner node i and its descendants down to k levels below, for each k."""
+        prefix = np.zeros((len(values), self.num_nodes + 1))
+        np.add.accumulate(values, axis=1, dtype=np.float64, out=prefix[:, 1:])
+        ends = prefix.take(self.bounds[:-1], axis=1)
+        return np.add.accumulate(ends[:, :, 1] - ends[:, :, 0], axis=1)
 
     def nodes_of_tiles(
         self, row0: np.ndarray, row1: np.ndarray, first: np.ndarray, last: np.ndarray
@@ -112,12 +123,12 @@ class Levels:
         """
         pairs = last - first + 1
         indptr = exclusive_cumsum(pairs)
-        tile = np.repeat(np.arange(len(pairs)), pairs)
-        level = np.arange(indptr[-1]) - (indptr[:-1] - first)[tile]
+        tile, nth = ragged_places(pairs)
+        level = first.take(tile) + nth
         # Within a level rows ascend, so over all levels (level, row) does.
         stride = int(self.row_end[0]) + 1
         above = self.level * stride
         level *= stride
-        low = np.searchsorted(above + self.row_end, level + row0[tile], "right")
-        high = np.searchsorted(above + self.row_begin, level + row1[tile], "left")
+        low = np.searchsorted(above + self.row_end, level + row0.take(tile), "right")
+        high = np.searchsorted(above + self.row_begin, level + row1.take(tile), "left")
         return indptr, low, high

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,9 @@ from tree_attention_jax._arrays import ceil_div
 from tree_attention_jax.planning.cost import MASKED_SHARE, OVERLAP, ShapeTable
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._levels import Levels
-from tree_attention_jax.planning.strategies._segmentation import Segments
+
+# An inner node's segments: with its own tokens, or right below them.
+FROM, BELOW = 0, 1
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,9 @@ class Sums:
 
         A node that s rows see meets about 1 + (s - 1) / queries tiles, and never more than there are.
         """
-        return np.minimum(self.total + self.extra / queries, self.total * tiles)
+        met = self.extra / queries
+        met += self.total
+        return np.minimum(met, self.total * tiles, out=met)
 
     def masked(self, tiles: np.ndarray, walked: np.ndarray) -> np.ndarray:
         """About how many of the tokens walked are masked: never the top's own, which every row sees."""
@@ -42,109 +47,106 @@ class Sums:
         masked *= np.float32(MASKED_SHARE)
         return masked
 
-    @staticmethod
-    def concatenate(parts: list[Sums]) -> Sums:
-        return Sums(*(np.concatenate([getattr(part, name) for part in parts]) for name in Sums.__dataclass_fields__))
-
     def tiles(self, queries: np.ndarray) -> np.ndarray:
         return np.ceil(self.rows / queries)
 
 
 @dataclass(frozen=True)
-class SegmentSums:
-    """Sums of every segment that ``auto`` may choose.
+class SegmentTable:
+    """Every segment that ``auto`` may choose, [F]: each leaf by itself, then those from and those below inner nodes.
 
-    An inner node's segments are [own, span, inner node]: ``own`` 0 with the node's own tokens and 1 without. A leaf's
-    only segment is itself.
+    Either of the last two lists each pair of a span and an inner node that ends within the tree, by span. Most inner
+    nodes lie deep, so these are few of all pairs.
     """
 
-    inner: Sums
-    leaf: Sums
+    levels: Levels
+    top: np.ndarray  # [F] node, in level order
+    span: np.ndarray  # [F] levels below the top
+    pairs: np.ndarray  # of the (span, inner node) pairs that are listed, their places among all pairs
+    first: np.ndarray  # [spans] where each span begins among those listed
+    alone: np.ndarray  # bool [F]: one node, with its own tokens
+    sums: Sums
+    exact: np.ndarray  # [4, F] the same, but with own tokens that are not rounded up to entries
+    tokens: np.ndarray  # [N] of each node, with the idle ones of its entries
 
     @staticmethod
-    def of(levels: Levels, unit: int) -> SegmentSums:
+    def of(levels: Levels, unit: int) -> SegmentTable:
+        inner, leaf = levels.inner, levels.leaf
+        listed = np.arange(levels.spans)[:, None] < levels.depth - levels.level.take(inner)
+        span, place = listed.nonzero()
+        pairs = span * len(inner) + place
+        top = np.concatenate([leaf, inner.take(place), inner.take(place)])
+
         rows = levels.rows.astype(np.float32)
         padded = ceil_div(levels.tokens, unit) * unit
+        values = np.empty((2, levels.num_nodes), np.float32)  # tokens, and extra
         # Short runs will get entries of one token (:func:`.entries._units`).
-        tokens = np.where(2 * levels.tokens < padded, levels.tokens, padded).astype(np.float32)
-        extra = tokens * (rows - 1)
-
-        def with_and_without(value: np.ndarray) -> np.ndarray:
-            sums = np.empty((2, levels.spans, len(levels.inner)), np.float32)
-            sums[0] = levels.sum_down(value)
-            np.subtract(sums[0], sums[0, 0], out=sums[1])
-            return sums
-
-        inner, leaf = levels.inner, levels.leaf
-        own = np.stack([tokens[inner], _of_only_child(levels, tokens)])[:, None]
-        return SegmentSums(
-            Sums(rows[inner], with_and_without(tokens), with_and_without(extra), own),
-            Sums(rows[leaf], tokens[leaf], extra[leaf], tokens[leaf]),
+        values[0] = np.where(2 * levels.tokens < padded, levels.tokens, padded)
+        np.multiply(values[0], rows - 1, out=values[1])
+        exact = np.empty((4, len(top)), np.float32)
+        exact[0] = rows.take(top)
+        totals = exact[1:3]
+        totals[:, : len(leaf)] = values.take(leaf, axis=1)
+        from_it, below_it = totals[:, len(leaf) :].reshape(2, 2, -1).swapaxes(0, 1)
+        from_it[:] = levels.sum_down(values).reshape(2, -1).take(pairs, axis=1)
+        np.subtract(from_it, from_it.take(place, axis=1), out=below_it)
+        own, exact[3] = values[0].take(top), levels.tokens.take(top)
+        child = levels.only_child().take(place)
+        own[-len(pairs) :] = np.where(child > 0, values[0].take(child), 0)
+        exact[3, -len(pairs) :] = np.where(child > 0, levels.tokens.take(child), 0)
+        alone = np.zeros(len(top), bool)
+        alone[: levels.num_nodes] = True  # the leaves, and span 0 from each inner node
+        return SegmentTable(
+            levels=levels,
+            top=top,
+            span=np.concatenate([np.zeros(len(leaf), np.intp), span, span]),
+            pairs=pairs,
+            first=span.searchsorted(np.arange(levels.spans)),
+            alone=alone,
+            sums=Sums(rows=exact[0], total=exact[1], extra=exact[2], own=own),
+            exact=exact,
+            tokens=values[0],
         )
 
-    def pick(self, levels: Levels, segments: Segments) -> Sums:
-        """Sums of chosen segments, [M]."""
-        place = np.empty(levels.num_nodes, np.int32)
-        place[levels.inner] = np.arange(len(levels.inner))
-        place[levels.leaf] = np.arange(len(levels.leaf))
-        at = place[segments.top]
-        is_leaf = np.ones(levels.num_nodes, bool)
-        is_leaf[levels.inner] = False
-        leaf = is_leaf[segments.top]
-        inner = ~leaf
+    def below(self, place: np.ndarray) -> np.ndarray:
+        """bool: segments without their top's own tokens."""
+        return place >= len(self.top) - len(self.pairs)
 
-        def gather(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-            out = np.empty(len(at), np.float32)
-            out[inner] = ours[segments.below[inner], segments.span[inner], at[inner]]
-            out[leaf] = theirs[at[leaf]]
-            return out
+    def place(self, state: int, span: Any, inner: Any) -> Any:
+        """Of inner nodes' segments in the table, by the node's place among the inner nodes."""
+        return len(self.levels.leaf) + state * len(self.pairs) + self.first.take(span) + inner
 
-        own = levels.tokens[segments.top].astype(np.float32)
-        below = segments.below > 0
-        own[below] = _of_only_child(levels, levels.tokens)[at[below]]
-        return Sums(
-            levels.rows[segments.top].astype(np.float32),
-            gather(self.inner.total, self.leaf.total),
-            gather(self.inner.extra, self.leaf.extra),
-            own,
-        )
+    def by_node(self, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Times of all segments as [2, spans, I], without end for pairs that are not listed, and [leaves]."""
+        levels = self.levels
+        num_leaves = len(levels.leaf)
+        inner = np.full((2, levels.spans * len(levels.inner)), np.inf)
+        inner[:, self.pairs] = time[num_leaves:].reshape(2, -1)
+        return inner.reshape(2, levels.spans, -1), time[:num_leaves]
+
+    def pick(self, place: np.ndarray) -> Sums:
+        """Sums of chosen segments."""
+        return Sums(*self.exact.take(place, axis=1))
 
 
-def _of_only_child(levels: Levels, tokens: np.ndarray) -> np.ndarray:
-    """float32 [I]: tokens of inner nodes' children that have no siblings, as a root under the virtual one; else 0."""
-    child, last = levels.low[1], levels.high[1]
-    return np.where(last - child == 1, tokens[child], 0).astype(np.float32)
-
-
-def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums, alone: np.ndarray | bool) -> np.ndarray:
-    """float32 [S, ...]: time of each segment with each of S shapes, as a part of a launch that fills the GPU.
+def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums, alone: np.ndarray) -> np.ndarray:
+    """float32 [S, M]: time of each segment with each of S shapes, as a part of a launch that fills the GPU.
 
     Args:
         problem: gives the rates.
         shapes: S of them.
         sums: of the segments.
-        alone: where, or whether, a segment is one node by itself, which needs no masks; nor does a tile of one query.
+        alone: which segments are one node by itself, which needs no masks; nor does a tile of one query.
     """
-
-    def column(values: np.ndarray) -> np.ndarray:
-        return values.astype(np.float32).reshape(-1, *[1] * sums.total.ndim)
-
-    several = shapes.queries > 1
-    token_us = shapes.programs * shapes.token_us
-    mixed_us = np.where(several, shapes.programs * shapes.mixed_token_us, token_us)
-    masked_us = np.where(several, shapes.programs * shapes.masked_token_us, token_us)
-    width = problem.heads.token_bytes
-    queries = column(shapes.queries)
-    tiles = sums.tiles(queries)
-    walked = sums.walked(queries, tiles)
-    if alone is True:
-        work = walked * column(token_us)
-    else:
-        work = sums.masked(tiles, walked)
-        work *= column(masked_us - mixed_us)
-        work += walked * column(mixed_us)
-        work[:, alone] = walked[:, alone] * token_us.astype(np.float32).reshape(-1, 1)
-    work += tiles * column(shapes.programs * (shapes.item_us + 0.5 * shapes.step_us))
+    costs, width = shapes.segment_costs, problem.heads.token_bytes
+    tiles = sums.tiles(costs.queries)
+    walked = sums.walked(costs.queries, tiles)
+    work = sums.masked(tiles, walked)
+    work *= costs.masked_us
+    work += walked * costs.token_us
+    np.multiply(walked, costs.plain_us, out=work, where=alone)
+    tiles *= costs.tile_us
+    work += tiles
     memory = sums.total * np.float32(width / problem.profile.bytes_per_us)
     time = np.maximum(work, memory)
     np.minimum(work, memory, out=work)

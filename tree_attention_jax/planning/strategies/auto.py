@@ -21,8 +21,9 @@ without v's own tokens::
 
 bottom-up, a level at a time, all nodes of a level at once. A virtual node above the roots lets trees be joined too. The
 time of a segment comes from its matrix work, measured for each tile shape, and its bytes (:mod:`tree_attention_jax.
-planning.cost`); the tail over the SMs, launches and the reduction are priced for whole candidates, of which the
-cheapest wins.
+planning.cost`); the tail over the SMs, launches and the reduction are priced for whole candidates. What a segment's
+tiles walk is an estimate so far, as it depends on where their borders fall: the best few candidates are cut into tiles
+and priced again, and the cheapest wins.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_ranges
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_places, ragged_runs
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
-from tree_attention_jax.planning.strategies._launches import Blocks, price
+from tree_attention_jax.planning.strategies._launches import Blocks, price, starts
 from tree_attention_jax.planning.strategies._levels import Levels
-from tree_attention_jax.planning.strategies._segmentation import Segments, cheapest
-from tree_attention_jax.planning.strategies._segments import SegmentSums, Sums, segment_times
+from tree_attention_jax.planning.strategies._segmentation import cheapest
+from tree_attention_jax.planning.strategies._segments import BELOW, SegmentTable, segment_times
 from tree_attention_jax.planning.tiling import Tiling
 
-# Tiles of a segment may see more tokens than their average: if so many times as many, split limits are priced again.
-LONGER_THAN_THOUGHT = 1.1
+# Candidates that are cut into tiles: so many at most, and none whose estimate is so many times the best one.
+FINALISTS, NO_HOPE = 3, 1.15
 # Joined segments are long: the short steps that nodes of 16 tokens want gain nothing, but would be one more program.
 SHORTEST_STEP = 32
 # Plain items run apart from masked ones where that gains so many times as much as their launch costs: if it gained
 # little, a growing tree would meet both kinds of plan all the time.
 SPLIT = 2.0
-# The model misses launches by about so much. Among candidates as near as that, the one of the usual narrow shape wins:
-# else a growing tree would meet all shapes that are good for it in turn, each of them a program to compile.
-NEARLY = 0.08
+# The model misses launches by about so much. In small trees the usual narrow shape wins if it is as near as that to the
+# best: else a growing tree would meet all shapes that are good for it in turn, each of them a program to compile.
+NEARLY, SMALL_US = 0.08, 50.0
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
 
@@ -59,105 +60,104 @@ def auto(problem: Problem) -> Tiling:
     if problem.layout.num_rows == 0:
         none = np.zeros(0, np.int32)
         return make_tiling(problem, none, none, np.zeros(1, np.int32), none, none, none)
-    levels = Levels.of(problem, MAX_SPAN)
+    table = SegmentTable.of(Levels.of(problem, MAX_SPAN), problem.unit)
     shapes = shapes_for(problem, SHORTEST_STEP)
-    return _emit(problem, levels, _cheapest(problem, shapes, _candidates(problem, levels, shapes)), shapes)
+    finalists = _finalists(problem, table, shapes, _candidates(problem, table, shapes))
+    emitted = [_emit(problem, table, plan, shapes) for plan in finalists]
+    return min(emitted, key=lambda one: one.time).tiling
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    """A segmentation with the shape of each segment."""
+class _Candidates:
+    """Segmentations, one after the other: [M] segments of all."""
 
-    segments: Segments
-    sums: Sums
+    owner: np.ndarray  # the segmentation
+    segments: np.ndarray  # places in the table
     shape: np.ndarray
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """The winner, with what was decided of it; [M] as in :class:`Segments`."""
+class _Finalist:
+    """A candidate, with what was decided of it."""
 
-    segments: Segments
-    tiles: np.ndarray
-    launch: np.ndarray  # shape * 2 + masked
-    memory: np.ndarray  # by launch, as the next three: time to read its K/V once
-    share: np.ndarray  # of its steps that are masked
-    longest: np.ndarray  # tokens of a tile, by the estimate
-    limit: np.ndarray  # tokens an item may have at most
-    has_partials: bool
+    segments: np.ndarray  # places in the table
+    tiles: np.ndarray  # of each segment
+    launch: np.ndarray  # of each segment: shape * 2 + masked
+    memory: np.ndarray  # by launch in use: time to read its K/V once
+    reduction: float  # time of the partials that its segments write, and of the launch that merges them
+    usual: bool  # it has no other shape than the usual one
 
 
-def _candidates(problem: Problem, levels: Levels, shapes: ShapeTable) -> list[_Candidate]:
+@dataclass(frozen=True)
+class _Emitted:
+    tiling: Tiling
+    time: float
+
+
+def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _Candidates:
     """The optimum of the programme, the optimum with each of its shapes alone, and one segment for everything."""
-    sums = SegmentSums.of(levels, problem.unit)
-    alone = np.zeros(sums.inner.total.shape, bool)
-    alone[0, 0] = True
-    inner, leaf = segment_times(problem, shapes, sums.inner, alone), segment_times(problem, shapes, sums.leaf, True)
+    levels = table.levels
+    time = segment_times(problem, shapes, table.sums, table.alone)
     partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
 
-    best = cheapest(levels, inner.min(axis=0), leaf.min(axis=0), partial)
-    picked = sums.pick(levels, best)
-    shape = segment_times(problem, shapes, picked, best.alone()).argmin(axis=0)
-    found = [_Candidate(best, picked, shape)]
-    used = np.flatnonzero(np.bincount(shape))
+    best = cheapest(table, time.min(axis=0), partial)
+    shape = segment_times(problem, shapes, table.pick(best), table.alone.take(best)).argmin(axis=0)
+    found, shape_of, counts = [best], [shape], [len(best)]
+    used = np.bincount(shape).nonzero()[0]
     for index in used if len(used) > 1 else ():
-        segments = cheapest(levels, inner[index], leaf[index], partial)
-        found.append(_Candidate(segments, sums.pick(levels, segments), np.full(len(segments.top), index)))
+        found.append(cheapest(table, time[index], partial))
+        counts.append(len(found[-1]))
+        shape_of.append(np.full(counts[-1], index))
     if levels.depth <= levels.spans:
-        whole = Segments.whole_forest(levels)
-        picked = sums.pick(levels, whole)
-        found += [_Candidate(whole, picked, np.full(1, index)) for index in range(len(shapes.tiles))]
-    return found
+        every = np.arange(len(shapes.tiles))
+        found.append(np.full(len(every), table.place(BELOW, levels.depth - 1, 0)))
+        counts += [1] * len(every)
+        shape_of.append(every)
+    return _Candidates(np.arange(len(counts)).repeat(counts), np.concatenate(found), np.concatenate(shape_of))
 
 
-def _cheapest(problem: Problem, shapes: ShapeTable, candidates: list[_Candidate]) -> _Plan:
-    """The candidate with the least time as a whole: launches with their tails, partials and the reduction."""
-    num_shapes = len(shapes.tiles)
-    counts = [len(candidate.shape) for candidate in candidates]
-    owner = np.repeat(np.arange(len(candidates)), counts)
-    shape = np.concatenate([candidate.shape for candidate in candidates])
-    below = np.concatenate([candidate.segments.below for candidate in candidates])
-    span = np.concatenate([candidate.segments.span for candidate in candidates])
-    sums = Sums.concatenate([candidate.sums for candidate in candidates])
-    queries = shapes.queries[shape]
+def _finalists(
+    problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates
+) -> list[_Finalist]:
+    """Those with the least time as a whole, by the estimate: launches with their tails, partials and the reduction."""
+    num_shapes, profile = len(shapes.tiles), problem.profile
+    owner, segments, shape = candidates.owner, candidates.segments, candidates.shape
+    sums = table.pick(segments)
+    queries = shapes.queries.take(shape)
     rows, tiles = np.minimum(sums.rows, queries), sums.tiles(queries)
     walked = sums.walked(queries, tiles)
-    can_mask = (below + span > 0) & (rows > 1)  # a single row sees all that its tile walks
+    can_mask = ~table.alone.take(segments) & (rows > 1)  # a single row sees all that its tile walks
     key = _launch_keys(problem, shapes, owner * num_shapes + shape, can_mask, walked)
     order = np.argsort(key, kind="stable")
-    sorted_key = key[order]
-    first = _starts(sorted_key)
-    whose, launch = np.divmod(sorted_key[first], 2 * num_shapes)
-    blocks = Blocks(first, tiles[order], (walked / tiles)[order], rows[order])
-    memory = np.add.reduceat(sums.total[order], first) * (problem.heads.token_bytes / problem.profile.bytes_per_us)
+    sorted_key = key.take(order)
+    first = starts(sorted_key)
+    whose, launch = np.divmod(sorted_key.take(first), 2 * num_shapes)
+    blocks = Blocks(first, tiles.take(order), (walked / tiles).take(order), rows.take(order))
+    memory = np.add.reduceat(sums.total.take(order), first) * (problem.heads.token_bytes / profile.bytes_per_us)
     written = np.bincount(owner, weights=sums.rows)
     has_partials = written > problem.layout.num_rows  # some row has several segments
-    masked = np.where(can_mask, sums.masked(tiles, walked), 0)[order]
-    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked[order], first), 1)
+    masked = (sums.masked(tiles, walked) * can_mask).take(order)
+    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked.take(order), first), 1)
     pricing = price(problem, shapes.take(launch // 2), blocks, memory, launch % 2 == 1, share, has_partials[whose])
     total = np.bincount(whose, weights=pricing.time)
-    partial_us = problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
-    total += np.where(has_partials, problem.profile.launch_us + written * partial_us, 0)
-    unusual = np.maximum.reduceat(shape != shapes.usual(), exclusive_cumsum(np.array(counts))[:-1])
-    best = int((total * np.where(unusual, 1 + NEARLY, 1)).argmin())
-    mine = slice(sum(counts[:best]), sum(counts[: best + 1]))
-    ours = whose == best
+    partial_us = problem.heads.partial_bytes / profile.partial_bytes_per_us
+    reduction = np.where(has_partials, profile.launch_us + written * partial_us, 0)
+    total += reduction
+    unusual = np.maximum.reduceat(shape != shapes.usual, starts(owner))
 
-    def by_launch(values: np.ndarray) -> np.ndarray:
-        out = np.zeros(2 * num_shapes, values.dtype)
-        out[launch[ours]] = values[ours]
-        return out
+    def finalist(which: int) -> _Finalist:
+        mine, ours = (owner == which).nonzero()[0], (whose == which).nonzero()[0]
+        return _Finalist(
+            segments=segments.take(mine),
+            tiles=tiles.take(mine).astype(np.int32),
+            launch=key.take(mine) % (2 * num_shapes),
+            memory=memory.take(ours),
+            reduction=float(reduction[which]),
+            usual=not unusual[which],
+        )
 
-    return _Plan(
-        candidates[best].segments,
-        tiles[mine].astype(np.int32),
-        key[mine] % (2 * num_shapes),
-        by_launch(memory),
-        by_launch(share),
-        by_launch(np.maximum.reduceat(blocks.tokens, first)),
-        by_launch(pricing.limit),
-        bool(has_partials[best]),
-    )
+    best = np.argsort(total, kind="stable")[:FINALISTS]
+    return [finalist(which) for which in best[total.take(best) <= NO_HOPE * total[best[0]]].tolist()]
 
 
 def _launch_keys(
@@ -170,53 +170,56 @@ def _launch_keys(
     shape = key % len(shapes.tiles)
     costs_us = (shapes.programs * (shapes.mixed_token_us - shapes.token_us))[shape] * walked
     has_masked = np.bincount(key, weights=can_mask) > 0
-    cheap = np.bincount(key, weights=np.where(can_mask, 0, costs_us)) < SPLIT * problem.profile.launch_us
-    return key * 2 + (can_mask | (has_masked & cheap)[key])
+    cheap = np.bincount(key, weights=costs_us * ~can_mask) < SPLIT * problem.profile.launch_us
+    return key * 2 + (can_mask | (has_masked & cheap).take(key))
 
 
-def _emit(problem: Problem, levels: Levels, plan: _Plan, shapes: ShapeTable) -> Tiling:
-    """One block a row tile of each segment; now that the tiles are known, each launch's split limit is set."""
-    step = shapes.queries.astype(np.int32)[plan.launch // 2]
-    owner, nth = ragged_ranges(np.zeros_like(plan.tiles), plan.tiles)
-    launch = plan.launch[owner]
-    by_launch = np.argsort(launch, kind="stable")
-    owner, nth, launch = owner[by_launch], nth[by_launch], launch[by_launch]
-    top = plan.segments.top[owner]
-    row0 = levels.row_begin[top] + nth * step[owner]
-    row1 = np.minimum(row0 + step[owner], levels.row_end[top])
-    level, below, span = levels.level[top], plan.segments.below[owner], plan.segments.span[owner]
-    pairs, low, high = levels.nodes_of_tiles(row0, row1, level + below, level + span)
-    run_indptr = exclusive_cumsum(high - low)[pairs]
-    node = levels.node[ragged_ranges(low, high)[1]]
-    length = problem.tree.kv_len[node]
-    first = _starts(launch)
-    tokens = np.diff(exclusive_cumsum(length)[run_indptr])
-    tiling = make_tiling(
-        problem,
+def _emit(problem: Problem, table: SegmentTable, plan: _Finalist, shapes: ShapeTable) -> _Emitted:
+    """One block a row tile of each segment; now that the tiles are known, they are priced, and split limits are set."""
+    levels, step = table.levels, shapes.queries.astype(np.int32).take(plan.launch // 2)
+    owner, nth = ragged_places(plan.tiles)
+    by_launch = np.argsort(plan.launch.take(owner), kind="stable")
+    owner, nth = owner.take(by_launch), nth.take(by_launch)
+    launch, segments = plan.launch.take(owner), plan.segments.take(owner)
+    top, step = table.top.take(segments), step.take(owner)
+    row0 = levels.row_begin.take(top) + nth * step
+    row1 = np.minimum(row0 + step, levels.row_end.take(top))
+    level = levels.level.take(top)
+    pairs, low, high = levels.nodes_of_tiles(
+        row0, row1, level + table.below(segments), level + table.span.take(segments)
+    )
+    counts = high - low
+    run_indptr = exclusive_cumsum(counts).take(pairs)
+    place = ragged_runs(low, counts)
+    node = levels.node.take(place)
+    # Tokens of each tile, and those of them that not all of its rows see.
+    tile = np.arange(len(row0)).repeat(run_indptr[1:] - run_indptr[:-1])
+    partly = (levels.row_begin.take(place) > row0.take(tile)) | (levels.row_end.take(place) < row1.take(tile))
+    before = np.zeros((2, len(place) + 1))
+    before[0, 1:] = table.tokens.take(place)
+    np.multiply(before[0, 1:], partly, out=before[1, 1:])
+    np.add.accumulate(before, axis=1, out=before)
+    upto = before.take(run_indptr, axis=1)
+    tokens, masked = upto[:, 1:] - upto[:, :-1]
+    first = starts(launch)  # the launches in use, in order
+    which = launch.take(first)
+    blocks = Blocks(first, np.ones(len(launch)), tokens, (row1 - row0).astype(np.float64))
+    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(tokens, first), 1)
+    reduced = np.full(len(first), plan.reduction > 0)
+    pricing = price(problem, shapes.take(which // 2), blocks, plan.memory, which % 2 == 1, share, reduced)
+    limit, kind = pricing.limit, blocks.launch()
+    time = float(pricing.time.sum()) + plan.reduction
+    if not plan.usual or time > SMALL_US:
+        time *= 1 + NEARLY
+    tiling = Tiling(
         row_begin=row0,
         row_end=row1,
         run_indptr=run_indptr,
         node=node,
         begin=np.zeros(len(node), np.int32),
-        end=length,
-        kind=launch,
-        tiles=tuple(tile for tile in shapes.tiles for _ in range(2)),
+        end=problem.tree.kv_len.take(node),
+        tile=kind.astype(np.int32),
+        max_tokens=limit.take(kind),
+        tiles=tuple(shapes.tiles[index // 2] for index in which.tolist()),
     )
-    blocks = Blocks(first, np.ones(len(launch)), tokens.astype(np.float64), (row1 - row0).astype(np.float64))
-    which = launch[first]
-    limit = plan.limit[which]
-    if (np.maximum.reduceat(blocks.tokens, first) > LONGER_THAN_THOUGHT * plan.longest[which]).any():
-        reduced = np.full(len(first), plan.has_partials)
-        limit = price(
-            problem, shapes.take(which // 2), blocks, plan.memory[which], which % 2 == 1, plan.share[which], reduced
-        ).limit
-    tiling.max_tokens[:] = limit[blocks.launch()]
-    return tiling
-
-
-def _starts(values: np.ndarray) -> np.ndarray:
-    """Where each run of equal values begins."""
-    new = np.empty(len(values), bool)
-    new[:1] = True
-    np.not_equal(values[1:], values[:-1], out=new[1:])
-    return np.flatnonzero(new)
+    return _Emitted(tiling, time)

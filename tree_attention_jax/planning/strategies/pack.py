@@ -26,7 +26,7 @@ import heapq
 
 import numpy as np
 
-from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_ranges
+from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling, profile_tile
 from tree_attention_jax.planning.strategies._pulling import Blocks, blocks_of, decide
@@ -75,7 +75,7 @@ def _cut_long(tokens: np.ndarray, page_size: int) -> tuple[np.ndarray, np.ndarra
         average = counted.mean()
         pieces = np.where(pages > LONG * average, ceil_div(pages, max(int(average), 1)), 1)
     step = ceil_div(pages, pieces) * page_size
-    block, nth = ragged_ranges(np.zeros_like(pieces), ceil_div(tokens, np.maximum(step, 1)))
+    block, nth = ragged_places(ceil_div(tokens, np.maximum(step, 1)))
     begin = nth * step[block]
     return block, begin, np.minimum(begin + step[block], tokens[block])
 
