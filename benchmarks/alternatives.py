@@ -2,9 +2,10 @@
 
     python -m benchmarks.alternatives --json
 
-For every cell of FastTree's suite (but trees that are nearly the same), and of the suite ``odd``: ``auto``'s plan,
-its plans where it may use one tile shape only, and its plans where partials cost a quarter or four times as much.
-``benchmarks/fit.py`` reads the result. The table shows where another plan than the chosen one was the fastest.
+For every cell of FastTree's suite (but trees that are nearly the same), of the suite ``odd``, and of sequences that
+share nothing: ``auto``'s plan, its plans where it may use one tile shape only, and its plans where partials cost a
+quarter or four times as much. ``benchmarks/fit.py`` reads the result. The table shows where another plan than the
+chosen one was the fastest.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     suite = list(cells("fasttree"))
     names = list(dict.fromkeys(cell.name for cell in suite))
     chosen = [cell for cell in suite if names.index(cell.name) in TREES] + list(cells("odd"))
+    chosen += [
+        cell for cell in cells("heads") if (cell.name, cell.head_dim, cell.page_size) == ("64_4096", 128, PAGE_SIZE)
+    ]
     found = [one for cell in chosen for one in alternatives(cell)]
     report: dict[str, Any] = {"environment": harness.environment(), "launches": [], "reductions": []}
     with ThreadPoolExecutor(16) as pool:

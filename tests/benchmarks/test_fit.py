@@ -27,7 +27,7 @@ def test_the_profile_is_what_the_fit_finds():
     found = fit.fit(begin, measured["launches"])
     np.testing.assert_allclose(constants(found), constants(load_profiles()["NVIDIA H200"]), rtol=0.1)
     before, after = (np.sqrt(np.mean(fit.errors(one, measured["launches"]) ** 2)) for one in (begin, found))
-    assert after < 0.6 * before
+    assert after < 0.08 < before
 
 
 def test_errors_are_logarithms_of_modelled_over_measured():

@@ -32,19 +32,24 @@ def growing_tree(nodes: int, seed: int = 0) -> Iterator[ta.TokenTree]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "gpu", "heads"),
+    ("strategy", "gpu", "heads", "seed"),
     [
-        ("auto", None, HEADS),
-        ("auto", "NVIDIA H200", Heads(32, 8, 128)),
-        pytest.param("auto", None, Heads(32, 8, 128), marks=pytest.mark.slow),
-        pytest.param("per_node", None, HEADS, marks=pytest.mark.slow),
-        pytest.param("node_chunk", "NVIDIA H200", Heads(32, 8, 128), marks=pytest.mark.slow),
+        ("auto", None, HEADS, 0),
+        ("auto", "NVIDIA H200", Heads(32, 8, 128), 0),
+        ("auto", "NVIDIA H200", Heads(32, 32, 128), 0),
+        pytest.param("auto", "NVIDIA H200", Heads(16, 1, 128), 0, marks=pytest.mark.slow),
+        pytest.param("auto", "NVIDIA H200", Heads(32, 8, 128), 1, marks=pytest.mark.slow),
+        pytest.param("auto", "NVIDIA H200", Heads(32, 8, 128), 2, marks=pytest.mark.slow),
+        pytest.param("auto", "NVIDIA H200", Heads(32, 32, 128), 2, marks=pytest.mark.slow),
+        pytest.param("auto", None, Heads(32, 8, 128), 0, marks=pytest.mark.slow),
+        pytest.param("per_node", None, HEADS, 0, marks=pytest.mark.slow),
+        pytest.param("node_chunk", "NVIDIA H200", Heads(32, 8, 128), 0, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_plan_shapes_of_a_growing_tree(strategy: str, gpu: str | None, heads: Heads):
+def test_plan_shapes_of_a_growing_tree(strategy: str, gpu: str | None, heads: Heads, seed: int):
     shapes: dict = {}
-    for step, tree in enumerate(growing_tree(2000)):
+    for step, tree in enumerate(growing_tree(2000, seed)):
         # Every step while it is small, where buckets are narrow; every tenth later.
         if step < 100 or step % 10 == 0:
             shapes.setdefault(plan_for(tree, PAGE_SIZE, heads, strategy=strategy, gpu=gpu).shape, step)

@@ -28,6 +28,8 @@ MAX_EXPOSED_US = 60.0
 IMBALANCE = 0.5
 # A single warp takes so many times as long for a step whose slots lie apart, each word a load (seen 1.1 to 1.3).
 SLOTS_APART = 1.25
+# Programs left over for a last wave are too few to keep the GPU busy: this share of what they wait shows.
+LAST_WAVE = 0.25
 # Beside its steps a program begins and ends: this share of what that takes while as many programs as fit do the same.
 ENDS = 0.75
 # Below its top, the share of a joined segment's steps that compare intervals: the rest are ancestors of the whole tile.
@@ -193,14 +195,17 @@ def launch_time(
     an_sm = np.maximum(items * shape.programs, 1e-6)
     work = (steps * step_us + items * shape.item_us) * shape.programs * (_ceil(an_sm) / an_sm) ** IMBALANCE
     # Programs that do not fit at once run in waves; each waits out its own loads.
-    waves = _ceil(an_sm * profile.num_sms / shape.slots)
+    fill = an_sm * profile.num_sms / shape.slots
+    waves = _ceil(fill)
     if latency_us is None:
         latency_us = mean_latency_us(shape, can_mask, masked)
     ends = ENDS * shape.item_us * (shape.slots / profile.num_sms)
-    latency = np.maximum(longest * latency_us + ends, (steps / np.maximum(items, 1.0) * latency_us + ends) * waves)
+    wave = steps / np.maximum(items, 1.0) * latency_us + ends
+    latency = np.maximum(longest * latency_us + ends, wave * waves)
     reread = steps * shape.step_bytes / profile.l2_bytes_per_us
-    exposed = np.minimum(OVERLAP * np.minimum(work, memory), MAX_EXPOSED_US)
-    busy = np.maximum(work, memory) + exposed
+    busy = np.maximum(work, memory) + np.minimum(OVERLAP * np.minimum(work, memory), MAX_EXPOSED_US)
+    last = (fill - waves + 1) / fill  # its share of the programs
+    busy = busy + np.where((waves > 1) & (fill < waves - 1e-9), LAST_WAVE * np.maximum(wave - busy * last, 0), 0)
     return profile.launch_us + np.maximum(np.maximum(busy, latency), reread)
 
 

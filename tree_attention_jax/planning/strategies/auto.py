@@ -50,7 +50,8 @@ SHORTEST_STEP = 32
 # little, a growing tree would meet both kinds of plan all the time.
 SPLIT = 2.0
 # The model misses launches by about so much. In small trees the usual narrow shape wins if it is as near as that to the
-# best: else a growing tree would meet all shapes that are good for it in turn, each of them a program to compile.
+# best: else a growing tree would meet all shapes that are good for it in turn, each of them a program to compile. With
+# a single KV head it meets few of them anyway.
 NEARLY, SMALL_US = 0.08, 50.0
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
@@ -101,7 +102,7 @@ def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _C
     partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
 
     best = cheapest(table, time.min(axis=0), partial)
-    shape = segment_times(problem, shapes, table.pick(best), table.alone.take(best)).argmin(axis=0)
+    shape = time.take(best, axis=1).argmin(axis=0)
     found, shape_of, counts = [best], [shape], [len(best)]
     used = np.bincount(shape).nonzero()[0]
     for index in used if len(used) > 1 else ():
@@ -116,9 +117,7 @@ def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _C
     return _Candidates(np.arange(len(counts)).repeat(counts), np.concatenate(found), np.concatenate(shape_of))
 
 
-def _finalists(
-    problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates
-) -> list[_Finalist]:
+def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> list[_Finalist]:
     """Those with the least time as a whole, by the estimate: launches with their tails, partials and the reduction."""
     num_shapes, profile = len(shapes.tiles), problem.profile
     owner, segments, shape = candidates.owner, candidates.segments, candidates.shape
@@ -144,6 +143,8 @@ def _finalists(
     reduction = np.where(has_partials, profile.launch_us + written * partial_us, 0)
     total += reduction
     unusual = np.maximum.reduceat(shape != shapes.usual, starts(owner))
+    unusual |= problem.heads.num_kv_heads == 1
+    total *= np.where(unusual | (total > SMALL_US), 1 + NEARLY, 1)
 
     def finalist(which: int) -> _Finalist:
         mine, ours = (owner == which).nonzero()[0], (whose == which).nonzero()[0]
