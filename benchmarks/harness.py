@@ -235,14 +235,16 @@ def environment() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with a + where files differ from it. Of a copy without git: what GIT_COMMIT says."""
+    """The checkout's commit, with a + where files differ from it; or what GIT_COMMIT says, for copies of one."""
+    if told := os.environ.get("GIT_COMMIT"):
+        return told
     try:
         told = [
             subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
             for arguments in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         ]
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT")
+        return None
     return told[0].stdout.strip() + ("+" if told[1].stdout.strip() else "")
 
 

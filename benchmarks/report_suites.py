@@ -17,6 +17,7 @@ SUITES: dict[str, tuple[str, str | None]] = {
     "heads": ("Head dims and page sizes", "copy_share"),
     "decode": ("Forests of decoding", None),
     "pat": ("PAT's trees", None),
+    "odd": ("Odd trees", None),
 }
 COLUMNS = {
     "tflops": "TFLOP/s",
@@ -100,6 +101,62 @@ def compile_table(report: dict[str, Any]) -> str:
             f"{row['idle_us']:.0f} us of them ({row['idle_share']:.1%}) idle between {row['kernels']} kernels.",
         ]
     return "\n".join(lines)
+
+
+def implementations_table(report: dict[str, Any]) -> str:
+    """What :mod:`benchmarks.implementations` wrote: a row a case, whole calls and the wide launch alone."""
+    found: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        if "failed" not in row:
+            found.setdefault((row["case"], *row["heads"]), {})[row["implementation"]] = row
+    lines = [
+        f"Microseconds of all kernels of a call; in brackets the launch of wide tiles alone ({quote(report)}).",
+        "",
+        "| case | heads | Triton | Mosaic | mixed | JAX's `attention_mgpu` | TFLOP/s of the wide launch: Triton, Mosaic, JAX |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (case, *heads), rows in found.items():
+        triton, mosaic, mixed, jax_own = (
+            rows.get(name) for name in ("pallas_triton", "pallas_mosaic", "pallas_mixed", "attention_mgpu")
+        )
+        rates = [f"{row['tflops']:.0f}" for row in (triton, mosaic, jax_own) if row and "tflops" in row]
+        lines.append(
+            f"| {case} | {heads[0]}/{heads[1]} | {_of_call(triton)} | {_of_call(mosaic)} | {_of_call(mixed)} "
+            f"| {_of_call(jax_own)} | {', '.join(rates) or '-'} |"
+        )
+    return "\n".join(lines)
+
+
+def _of_call(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    wide = [us for name, us in row.get("kernels", {}).items() if "_r128" in name or "_r64" in name]
+    return f"{row['us']:.1f}" + (f" ({max(wide):.1f})" if wide else "")
+
+
+def decode_table(report: dict[str, Any]) -> str:
+    """What :mod:`benchmarks.decode` wrote: whole steps of a model."""
+    rows = [row for row in report["rows"] if "error" not in row]
+    lines = [
+        f"Whole decoding steps of a model with random weights ({quote(rows[0])}; bf16, planning included, a plan every "
+        f"{rows[0]['horizon']} steps).",
+        "",
+        "| workload | model | strategy | steps/s | tokens/s | attention | of the step | GPU idle | plan ms a step "
+        "| K/V read, GB |",
+        f"|{'---|' * 10}",
+    ]
+    for row in rows:
+        attention = f"{_number(row['attention_ms_per_step'])} ms | {_share(row['attention_share'])}"
+        lines.append(
+            f"| {row['workload']} | {row['model']} | {row['strategy']} | {row['steps_per_s']:.1f} "
+            f"| {row['tokens_per_s']:.0f} | {attention} | {_share(row['device_idle_share'])} "
+            f"| {row['plan_ms_per_step']:.2f} | {row['kv_gb_read']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 def planning_table(report: dict[str, Any]) -> str:
