@@ -112,7 +112,8 @@ def implementations_table(report: dict[str, Any]) -> str:
     lines = [
         f"Microseconds of all kernels of a call; in brackets the launch of wide tiles alone ({quote(report)}).",
         "",
-        "| case | heads | Triton | Mosaic | mixed | JAX's `attention_mgpu` | TFLOP/s of the wide launch: Triton, Mosaic, JAX |",
+        "| case | heads | Triton | Mosaic | mixed | JAX's `attention_mgpu` "
+        "| TFLOP/s of the wide launch: Triton, Mosaic, JAX |",
         "|---|---|---|---|---|---|---|",
     ]
     for (case, *heads), rows in found.items():
