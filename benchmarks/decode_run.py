@@ -110,7 +110,7 @@ class Run:
         first_seconds, seconds = took
         total = StepStatistics.total(decoder.statistics)
         attention = _unless_it_fails("attention", lambda: _attention_seconds(decoder, last[0], self.implementation))
-        idle = jax.default_backend() == "gpu" and _unless_it_fails("idle time", lambda: self.idle_share(decoder))
+        busy = jax.default_backend() == "gpu" and _unless_it_fails("idle time", lambda: self.busy_seconds(decoder))
         read, saved = total.kv_bytes_read, total.kv_bytes_saved
         if self.reads_apart:
             read, saved = read + saved, 0
@@ -126,19 +126,29 @@ class Run:
             "plan_share": round(total.plan_seconds / seconds, 4),
             "device_ms_per_step": round(1e3 * total.device_seconds / steps, 4),
             "nothing_queued_share": round(max(0.0, 1 - total.device_seconds / seconds), 4),
-            "device_idle_share": round(idle, 4) if idle else None,
+            "device_idle_share": round(max(0.0, 1 - busy * steps / seconds), 4) if busy else None,
             "attention_ms_per_step": round(1e3 * attention, 4) if attention else None,
             "attention_share": round(attention * steps / seconds, 4) if attention else None,
             "kv_gb_read": round(read / 1e9, 4),
             "kv_gb_saved": round(saved / 1e9, 4),
         }
 
-    def idle_share(self, decoder: TreeDecoder) -> float:
-        """The share of the first blocks of a run, by the profiler, in which the GPU had nothing to do."""
+    def busy_seconds(self, decoder: TreeDecoder) -> float:
+        """GPU time of a step's kernels, by the profiler, over the first blocks of a run.
+
+        What the GPU idles is the rest of a step's time without a profiler: under it XLA runs no CUDA graphs, so the
+        gaps between its kernels are longer than a run's.
+        """
         leaves, few = self.prompts(decoder), min(self.new_tokens, 4 * self.horizon + 1)
-        trace = traces.record(lambda: self.decode(decoder, leaves, few))
+        steps = 0
+
+        def run() -> None:
+            nonlocal steps
+            steps = self.decode(decoder, leaves, few)
+
+        trace = traces.record(run)
         decoder.tree.prune(decoder.tree.leaves())
-        return trace.idle_us() / trace.span_us()
+        return trace.busy_us() / 1e6 / steps
 
 
 def _unless_it_fails(name: str, measure: Callable[[], float]) -> float | None:

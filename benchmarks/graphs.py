@@ -28,6 +28,8 @@ FLAGS = {
     "command buffers off": "--xla_gpu_enable_command_buffer=",
     "also of one call": "--xla_gpu_graph_min_graph_size=1",
 }
+# Else there are no graphs while the profiler looks, which counts the launches.
+PROFILED = "--xla_enable_command_buffers_during_profiling=true"
 PROGRAMS = ("jit", "scan", "while")
 STEPS = 8
 
@@ -40,7 +42,7 @@ def measure(tiny: bool = False, timeout_s: float = 120) -> list[dict[str, Any]]:
             dump = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
             environment = {
                 **os.environ,
-                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags} {dump}".strip(),
+                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {PROFILED} {flags} {dump}".strip(),
                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             }
             command = [sys.executable, "-m", "benchmarks.graphs", *(["--tiny"] if tiny else [])]

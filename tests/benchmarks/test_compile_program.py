@@ -92,7 +92,7 @@ def test_each_setting_is_a_process_of_its_own(process):
         flags.append(given)
         if "min_graph_size" in given:
             raise subprocess.TimeoutExpired("python", 120)
-        if "enable_command_buffer" in given:
+        if "enable_command_buffer=" in given:
             return done(json.dumps({"program": "jit", "wall_us": 2.0}) + "\n", 1, "Unknown flag")
         rows = [{"program": name, "wall_us": 1.0, "graph_launches": 1} for name in graphs.PROGRAMS]
         return done("a warning\n" + "\n".join(map(json.dumps, rows)))
@@ -105,6 +105,7 @@ def test_each_setting_is_a_process_of_its_own(process):
     assert [row["failed"] for row in found[4:6]] == ["exit 1: Unknown flag"] * 2
     assert [row["failed"] for row in found[6:]] == ["took longer than 120 s"] * 3
     assert all("--xla_dump_to=" in given for given in flags)
+    assert all("command_buffers_during_profiling=true" in given for given in flags)
 
 
 def test_command_buffers_in_a_dump(tmp_path):
