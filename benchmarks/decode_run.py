@@ -198,10 +198,13 @@ def _attention_seconds(decoder: TreeDecoder, tree: ta.TokenTree, implementation:
     plan, config = decoder.plan(tree), decoder.model.config
     q = jnp.ones((plan.query_capacity, config.num_q_heads, config.head_dim), decoder.model.dtype)
     if isinstance(decoder, PlainDecoder):
-        attention = decoder.model.implementation
-        call = harness.over_layers(lambda q, k, v, plan: plan.attend(q, k, v, attention))
+        own = decoder.model.implementation
+
+        def attend(q: Any, k: Any, v: Any, plan: Any) -> jax.Array:
+            return plan.attend(q, k, v, own)
     else:
-        call = harness.over_layers(partial(ta.tree_attention, implementation=implementation))
+        attend = partial(ta.tree_attention, implementation=implementation)
     layers = min(config.num_layers, ATTENTION_LAYERS)
     inputs = (q, list(decoder.k_pages[:layers]), list(decoder.v_pages[:layers]), plan)
-    return harness.wall_time(call, inputs, layers, calls=8) / 1e6 * config.num_layers
+    run = harness.feeding_back(harness.fed_back(attend, *inputs).compile(), *inputs)
+    return harness.wall_time_of(run, jax.block_until_ready, layers, calls=8) / 1e6 * config.num_layers
