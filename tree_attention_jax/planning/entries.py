@@ -11,6 +11,7 @@ from pallas_kernels.layout import COUNT_BITS
 from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_places, ragged_runs
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.tiling import Tiling
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,13 @@ class Entries:
     chunk: np.ndarray  # (first_slot + token index) // unit: which stretch of its node's pages this is
 
 
-def make_entries(problem: Problem, pieces: Pieces, num_tiles: int) -> tuple[Entries, Entries, tuple[int, int]]:
+def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entries, Entries, tuple[int, int]]:
     """Entries of the plain pieces, entries of the masked ones, and how many tokens either hold."""
     num_plain = len(pieces.tile) - int(np.count_nonzero(pieces.masked))
     if num_plain < len(pieces.tile):
         pieces = pieces.take(np.argsort(pieces.masked, kind="stable"))
-    units = _units(problem, pieces, num_plain)
+    units = (problem.unit, problem.unit) if tiling.uniform else _units(problem, pieces, num_plain)
+    num_tiles = tiling.num_blocks
     repeats = _repeats(pieces, num_plain, num_tiles)
     if repeats is not None:
         kept = np.ones(len(pieces.tile), bool)

@@ -39,7 +39,7 @@ def lower(problem: Problem, tiling: Tiling, *, mask_all: bool = False) -> Items:
     pieces = cut_into_pieces(problem, tiling)
     if mask_all:
         pieces = replace(pieces, masked=np.ones_like(pieces.masked))
-    plain, masked, units = make_entries(problem, pieces, tiling.num_blocks)
+    plain, masked, units = make_entries(problem, pieces, tiling)
     return _items(tiling, plain, masked, units)
 
 
@@ -54,7 +54,8 @@ def _row_tiles(problem: Problem, tiling: Tiling) -> Tiling:
     row_begin = tiling.row_begin[block] + nth * step[block]
     runs = np.diff(tiling.run_indptr)[block]
     run = ragged_runs(tiling.run_indptr[:-1][block], runs)
-    return Tiling(
+    return replace(
+        tiling,
         row_begin=row_begin,
         row_end=np.minimum(row_begin + step[block], tiling.row_end[block]),
         run_indptr=exclusive_cumsum(runs),
@@ -63,7 +64,6 @@ def _row_tiles(problem: Problem, tiling: Tiling) -> Tiling:
         end=tiling.end[run],
         tile=tiling.tile[block],
         max_tokens=tiling.max_tokens[block],
-        tiles=tiling.tiles,
     )
 
 
@@ -79,7 +79,7 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
     # An entry goes to the piece that it ends in: two pieces that meet round alike.
     plain_begin, plain_end = np.minimum(begin, border) // units[0], np.minimum(end, border) // units[0]
     masked_begin, masked_end = np.maximum(begin - border, 0) // units[1], np.maximum(end - border, 0) // units[1]
-    has_masked = np.bincount(tiling.tile, masked.real, len(tiling.tiles)).tolist()
+    can_mask = (np.bincount(tiling.tile, masked.real, len(tiling.tiles)) > 0) | tiling.uniform
     return Items(
         launch=launch.take(order),
         tile=tile,
@@ -92,7 +92,7 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
         tokens=tokens.take(order),
         plain=plain,
         masked=masked,
-        tiles=tuple(_with_units(t, units[0], units[1] if m else 0) for t, m in zip(tiling.tiles, has_masked)),
+        tiles=tuple(_with_units(t, units[0], units[1] if m else 0) for t, m in zip(tiling.tiles, can_mask.tolist())),
     )
 
 

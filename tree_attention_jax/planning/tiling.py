@@ -26,6 +26,7 @@ class Tiling:
         tile: [B] index into ``tiles``.
         max_tokens: [B] a block with more tokens is split into items of about equal length (0: never).
         tiles: the tile classes used; each becomes one launch.
+        uniform: entries are of one length, and launches can mask, whatever they hold: one program for all such tilings.
     """
 
     row_begin: np.ndarray
@@ -37,6 +38,7 @@ class Tiling:
     tile: np.ndarray
     max_tokens: np.ndarray
     tiles: tuple[TileClass, ...]
+    uniform: bool = False
 
     @property
     def num_blocks(self) -> int:

@@ -53,6 +53,9 @@ SPLIT = 2.0
 # best: else a growing tree would meet all shapes that are good for it in turn, each of them a program to compile. With
 # a single KV head it meets few of them anyway.
 NEARLY, SMALL_US = 0.08, 50.0
+# Token slots that a program or two walk in microseconds, of whatever kind its entries are. The first steps of a growing
+# tree have no more: of one kind they need one program.
+FEW_SLOTS = 1024
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
 
@@ -222,5 +225,6 @@ def _emit(problem: Problem, table: SegmentTable, plan: _Finalist, shapes: ShapeT
         tile=kind.astype(np.int32),
         max_tokens=limit.take(kind),
         tiles=tuple(shapes.tiles[index // 2] for index in which.tolist()),
+        uniform=problem.tree.num_nodes * problem.unit + int(problem.tree.kv_len.sum()) <= FEW_SLOTS,
     )
     return _Emitted(tiling, time)
