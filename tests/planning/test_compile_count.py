@@ -13,9 +13,6 @@ import tree_attention_jax as ta
 HEADS = Heads(1, 1, 16)
 PAGE_SIZE = 16
 MOST = 12
-# Not met yet at 32 KV heads, where `auto` changes tile shapes more often: of the first eight orders of growth two meet
-# 13 programs and this one 14.
-WORST_ORDER, SEEN_THERE = (32, 6), 14
 
 
 def growing_tree(nodes: int, seed: int = 0) -> Iterator[ta.TokenTree]:
@@ -41,10 +38,10 @@ def growing_tree(nodes: int, seed: int = 0) -> Iterator[ta.TokenTree]:
         ("auto", "NVIDIA H200", Heads(32, 8, 128), 0),
         ("auto", "NVIDIA H200", Heads(32, 32, 128), 0),
         pytest.param("auto", "NVIDIA H200", Heads(16, 1, 128), 0, marks=pytest.mark.slow),
-        pytest.param("auto", "NVIDIA H200", Heads(32, 8, 128), 1, marks=pytest.mark.slow),
-        pytest.param("auto", "NVIDIA H200", Heads(32, 8, 128), 2, marks=pytest.mark.slow),
+        # Of the orders tried (32 of them at 32 KV heads), these met the most.
+        pytest.param("auto", "NVIDIA H200", Heads(32, 8, 128), 8, marks=pytest.mark.slow),
         pytest.param("auto", "NVIDIA H200", Heads(32, 32, 128), 6, marks=pytest.mark.slow),
-        pytest.param("auto", "NVIDIA H200", Heads(32, 32, 128), 2, marks=pytest.mark.slow),
+        pytest.param("auto", "NVIDIA H200", Heads(32, 32, 128), 12, marks=pytest.mark.slow),
         pytest.param("auto", None, Heads(32, 8, 128), 0, marks=pytest.mark.slow),
         pytest.param("per_node", None, HEADS, 0, marks=pytest.mark.slow),
         pytest.param("node_chunk", "NVIDIA H200", Heads(32, 8, 128), 0, marks=pytest.mark.slow),
@@ -57,8 +54,7 @@ def test_plan_shapes_of_a_growing_tree(strategy: str, gpu: str | None, heads: He
         # Every step while it is small, where buckets are narrow; every tenth later.
         if step < 100 or step % 10 == 0:
             shapes.setdefault(plan_for(tree, PAGE_SIZE, heads, strategy=strategy, gpu=gpu).shape, step)
-    most = SEEN_THERE if (heads.kv, seed) == WORST_ORDER else MOST
-    assert len(shapes) <= most, f"new shapes at steps {sorted(shapes.values())}"
+    assert len(shapes) <= MOST, f"new shapes at steps {sorted(shapes.values())}"
 
 
 def test_programs_of_a_growing_tree():

@@ -55,7 +55,7 @@ def test_joined_levels_of_long_nodes_keep_long_entries():
 @pytest.mark.parametrize("page_size", [16, 4])
 def test_short_masked_entries_equal_the_oracle(implementation: str, page_size: int):
     heads = Heads(4, 2, 32)
-    case = Case("draft", lambda: verification(2, 70, 7, page_size), heads, page_size)
+    case = Case("draft", lambda: verification(2, 550, 7, page_size), heads, page_size)
     plan = {"strategy": "auto", "gpu": "NVIDIA H200"}
     check_against_oracle(case.tree(), page_size, heads, implementation=implementation, plan=plan)
     made = ta.plan_tree(case.tree(), page_size, heads.q, heads.kv, heads.dim, gpu="NVIDIA H200")

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 # Capacities at level 0; each level has GROWTH times as much of everything.
 GROWTH = 4
 SMALLEST = {"queries": 64, "items": 32, "partials": 256, "buffer": 4096}
+# ... and room for so much at least: a few queries of a long context have hundreds of partials.
+LEAST = {"partials": 1024, "buffer": 16384}
 # Launches of a plan that may each have room of their own.
 FEW_LAUNCHES = 2
 # Which is for so many queries at least, or for more programs than cost anything; then for GROWTH times as many, ...
@@ -84,7 +86,7 @@ class Buckets:
             given = getattr(self, name)
             given = max(given) if isinstance(given, tuple) else given
             if given is None:
-                while SMALLEST[name] * GROWTH**level < need:
+                while _capacity(name, level) < need:
                     level += 1
             elif given < need:
                 raise ValueError(f"buckets.{name} is {given}: this plan needs {need}")
@@ -93,9 +95,13 @@ class Buckets:
 
 @functools.lru_cache(maxsize=64)
 def _at_level(buckets: Buckets, level: int) -> Buckets:
-    rounded = {name: smallest * GROWTH**level for name, smallest in SMALLEST.items()}
+    rounded = {name: _capacity(name, level) for name in SMALLEST}
     given = {name: value for name, value in vars(buckets).items() if value is not None}
     return Buckets(**(rounded | given))
+
+
+def _capacity(name: str, level: int) -> int:
+    return max(SMALLEST[name] * GROWTH**level, LEAST.get(name, 0))
 
 
 def _room(count: int, programs: int, queries: int) -> int:

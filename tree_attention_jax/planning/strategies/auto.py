@@ -44,6 +44,8 @@ from tree_attention_jax.planning.tiling import Tiling
 
 # Candidates that are cut into tiles: so many at most, and none whose estimate is so many times the best one.
 FINALISTS, NO_HOPE = 3, 1.15
+# Of so many rows, whose tiles are many enough for an average, only the best.
+MANY_ROWS = 20_000
 # Joined segments are long: the short steps that nodes of 16 tokens want gain nothing, but would be one more program.
 SHORTEST_STEP = 32
 # Plain items run apart from masked ones where that gains so many times as much as their launch costs: if it gained
@@ -160,7 +162,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
             usual=not unusual[which],
         )
 
-    best = np.argsort(total, kind="stable")[:FINALISTS]
+    best = np.argsort(total, kind="stable")[: FINALISTS if problem.layout.num_rows < MANY_ROWS else 1]
     return [finalist(which) for which in best[total.take(best) <= NO_HOPE * total[best[0]]].tolist()]
 
 
