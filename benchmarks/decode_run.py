@@ -98,19 +98,21 @@ class Run:
     def measure(self, model: Llama) -> dict[str, Any]:
         """Everything a row says of it."""
         decoder = self.decoder(model)
-        last = _remember_last_tree(decoder)
+        trees = _remember_trees(decoder)
         took = []
         for _ in range(2):
             leaves = self.prompts(decoder)
             decoder.statistics.clear()
+            trees.clear()
             begin = time.perf_counter()
             steps = self.decode(decoder, leaves, self.new_tokens)
             took.append(time.perf_counter() - begin)
             decoder.tree.prune(decoder.tree.leaves())
         first_seconds, seconds = took
         total = StepStatistics.total(decoder.statistics)
-        attention = _unless_it_fails("attention", lambda: _attention_seconds(decoder, last[0], self.implementation))
-        busy = jax.default_backend() == "gpu" and _unless_it_fails("idle time", lambda: self.busy_seconds(decoder))
+        middle = trees[len(trees) // 2]
+        attention = _unless_it_fails("attention", lambda: _attention_seconds(decoder, middle, self.implementation))
+        idle = jax.default_backend() == "gpu" and _unless_it_fails("idle time", lambda: self.idle_share(decoder))
         read, saved = total.kv_bytes_read, total.kv_bytes_saved
         if self.reads_apart:
             read, saved = read + saved, 0
@@ -126,29 +128,32 @@ class Run:
             "plan_share": round(total.plan_seconds / seconds, 4),
             "device_ms_per_step": round(1e3 * total.device_seconds / steps, 4),
             "nothing_queued_share": round(max(0.0, 1 - total.device_seconds / seconds), 4),
-            "device_idle_share": round(max(0.0, 1 - busy * steps / seconds), 4) if busy else None,
+            "device_idle_share": round(idle, 4) if idle else None,
             "attention_ms_per_step": round(1e3 * attention, 4) if attention else None,
+            "attention_at": "middle",
             "attention_share": round(attention * steps / seconds, 4) if attention else None,
             "kv_gb_read": round(read / 1e9, 4),
             "kv_gb_saved": round(saved / 1e9, 4),
         }
 
-    def busy_seconds(self, decoder: TreeDecoder) -> float:
-        """GPU time of a step's kernels, by the profiler, over the first blocks of a run.
+    def idle_share(self, decoder: TreeDecoder) -> float:
+        """Share of a step's time in which no kernel runs, over the first blocks of a run.
 
-        What the GPU idles is the rest of a step's time without a profiler: under it XLA runs no CUDA graphs, so the
-        gaps between its kernels are longer than a run's.
+        Those blocks run twice: their time is taken without a profiler, and their kernels' time by it. Under a profiler
+        XLA runs no CUDA graphs, so the gaps between kernels are longer than a run's.
         """
-        leaves, few = self.prompts(decoder), min(self.new_tokens, 4 * self.horizon + 1)
-        steps = 0
+        few = min(self.new_tokens, 4 * self.horizon + 1)
 
-        def run() -> None:
-            nonlocal steps
-            steps = self.decode(decoder, leaves, few)
+        def run() -> float:
+            leaves = self.prompts(decoder)
+            begin = time.perf_counter()
+            self.decode(decoder, leaves, few)
+            seconds = time.perf_counter() - begin
+            decoder.tree.prune(decoder.tree.leaves())
+            return seconds
 
-        trace = traces.record(run)
-        decoder.tree.prune(decoder.tree.leaves())
-        return trace.busy_us() / 1e6 / steps
+        seconds = run()
+        return max(0.0, 1 - traces.record(run).busy_us() / 1e6 / seconds)
 
 
 def _unless_it_fails(name: str, measure: Callable[[], float]) -> float | None:
@@ -181,16 +186,16 @@ def _replay(decoder: TreeDecoder, leaf: int, trace: Any, most_steps: int) -> int
     return steps
 
 
-def _remember_last_tree(decoder: TreeDecoder) -> list[Any]:
-    """A list whose one entry is the tree that the decoder planned last."""
-    last, plan = [None], decoder.plan
+def _remember_trees(decoder: TreeDecoder) -> list[Any]:
+    """A list that gets every tree the decoder plans."""
+    trees, plan = [], decoder.plan
 
     def remembering(tree, *args, **options):
-        last[0] = tree
+        trees.append(tree)
         return plan(tree, *args, **options)
 
     decoder.plan = remembering  # type: ignore[method-assign]
-    return last
+    return trees
 
 
 def _attention_seconds(decoder: TreeDecoder, tree: ta.TokenTree, implementation: str | None) -> float:

@@ -19,6 +19,8 @@ SUITES: dict[str, tuple[str, str | None]] = {
     "pat": ("PAT's trees", None),
     "odd": ("Odd trees", None),
 }
+# What an H200 copies in a second (`benchmarks.harness.copy_rate`).
+COPY_BYTES = 4.27e12
 COLUMNS = {
     "tflops": "TFLOP/s",
     "longest_tflops": "TFLOP/s of the longest launch",
@@ -140,18 +142,21 @@ def decode_table(report: dict[str, Any]) -> str:
     rows = [row for row in report["rows"] if "error" not in row]
     lines = [
         f"Whole decoding steps of a model with random weights ({quote(rows[0])}; bf16, planning included, a plan every "
-        f"{rows[0]['horizon']} steps).",
+        f"{rows[0]['horizon']} steps). *Attention* is timed alone, on the tree in the middle of the run, or at its end where",
+        f"it says so. *K/V alone* is the time to read the strategy's K/V bytes of a step at {COPY_BYTES / 1e12:.2f} TB/s.",
         "",
-        "| workload | model | strategy | steps/s | tokens/s | attention | of the step | GPU idle | plan ms a step "
-        "| K/V read, GB |",
+        "| workload | model | strategy | steps/s | tokens/s | attention, ms a step | of the step | K/V alone, ms a step "
+        "| GPU idle | plan, ms a step |",
         f"|{'---|' * 10}",
     ]
     for row in rows:
-        attention = f"{_number(row['attention_ms_per_step'])} ms | {_share(row['attention_share'])}"
+        where = " (end)" if row.get("attention_at") == "end" else ""
+        attention = f"{_number(row['attention_ms_per_step'])}{where} | {_share(row['attention_share'])}"
+        kv_ms = row["kv_gb_read"] * 1e9 / row["steps"] / COPY_BYTES * 1e3
         lines.append(
             f"| {row['workload']} | {row['model']} | {row['strategy']} | {row['steps_per_s']:.1f} "
-            f"| {row['tokens_per_s']:.0f} | {attention} | {_share(row['device_idle_share'])} "
-            f"| {row['plan_ms_per_step']:.2f} | {row['kv_gb_read']:.0f} |"
+            f"| {row['tokens_per_s']:.0f} | {attention} | {kv_ms:.1f} | {_share(row['device_idle_share'])} "
+            f"| {row['plan_ms_per_step']:.2f} |"
         )
     return "\n".join(lines)
 

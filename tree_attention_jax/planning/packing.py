@@ -104,16 +104,16 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         positions_at=places.positions,
         slots_at=places.slots,
         reduce_at=places.reduce,
-        reduce_block=_reduce_block(row_capacity, num_partials, reduce_ptr),
+        reduce_block=_reduce_block(problem.layout.num_rows, num_partials, reduce_ptr),
         partial_rows=partial_rows,
         buffer_size=size,
     )
     return Packed(buffer, shape, tuple(launch_counts.tolist()), num_partials)
 
 
-def _reduce_block(row_capacity: int, num_partials: int, reduce_ptr: np.ndarray) -> int:
+def _reduce_block(num_rows: int, num_partials: int, reduce_ptr: np.ndarray) -> int:
     """Partials that the reduction merges at a time."""
-    if row_capacity <= FEW_QUERIES:
+    if num_rows <= FEW_QUERIES:
         return MANY_PARTIALS
     many = num_partials and num_partials > FEW_ON_AVERAGE * np.count_nonzero(np.diff(reduce_ptr))
     return MANY_PARTIALS if many else FEW_PARTIALS
