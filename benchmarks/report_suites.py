@@ -142,20 +142,22 @@ def decode_table(report: dict[str, Any]) -> str:
     rows = [row for row in report["rows"] if "error" not in row]
     lines = [
         f"Whole decoding steps of a model with random weights ({quote(rows[0])}; bf16, planning included, a plan every "
-        f"{rows[0]['horizon']} steps). *Attention* is timed alone, on the tree in the middle of the run, or at its end where",
-        f"it says so. *K/V alone* is the time to read the strategy's K/V bytes of a step at {COPY_BYTES / 1e12:.2f} TB/s.",
+        f"{rows[0]['horizon']} steps). *Attention* is timed alone, on the tree in the middle of the run, or at its end "
+        "where it says so; *K/V* is the time to read each token's K/V once, over all layers, at "
+        f"{COPY_BYTES / 1e12:.2f} TB/s.",
         "",
-        "| workload | model | strategy | steps/s | tokens/s | attention, ms a step | of the step | K/V alone, ms a step "
+        "| workload | model | strategy | steps/s | tokens/s | attention, ms a step | of the step | K/V, ms a step "
         "| GPU idle | plan, ms a step |",
         f"|{'---|' * 10}",
     ]
     for row in rows:
         where = " (end)" if row.get("attention_at") == "end" else ""
         attention = f"{_number(row['attention_ms_per_step'])}{where} | {_share(row['attention_share'])}"
-        kv_ms = row["kv_gb_read"] * 1e9 / row["steps"] / COPY_BYTES * 1e3
+        shared = row["kv_gb_saved"] > 0  # else the bytes of a token count once for each sequence
+        kv_ms = f"{row['kv_gb_read'] * 1e12 / row['steps'] / COPY_BYTES:.1f}" if shared else "-"
         lines.append(
             f"| {row['workload']} | {row['model']} | {row['strategy']} | {row['steps_per_s']:.1f} "
-            f"| {row['tokens_per_s']:.0f} | {attention} | {kv_ms:.1f} | {_share(row['device_idle_share'])} "
+            f"| {row['tokens_per_s']:.0f} | {attention} | {kv_ms} | {_share(row['device_idle_share'])} "
             f"| {row['plan_ms_per_step']:.2f} |"
         )
     return "\n".join(lines)

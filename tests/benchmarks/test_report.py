@@ -107,12 +107,13 @@ def test_other_suites_appear_when_they_are_measured(root):
 
 def test_whole_decoding_steps(root):
     step = {"workload": "bestof64", "model": "llama-3-8b", "horizon": 16, "steps_per_s": 50.0, "tokens_per_s": 3200.4}
-    costs = {"attention_ms_per_step": 1.25, "attention_share": 0.125, "plan_ms_per_step": 0.3, "kv_gb_read": 99.6}
+    costs = {"attention_ms_per_step": 1.25, "attention_share": 0.125, "plan_ms_per_step": 0.3, "kv_gb_read": 427.0}
+    costs |= {"kv_gb_saved": 9.0, "steps": 100, "attention_at": "middle"}
     done = {**step, **costs, "strategy": "auto", "device_idle_share": None, "environment": ENVIRONMENT}
     write(root, "decode", rows=[done, {**step, "strategy": "jax", "error": "out of memory"}])
     report.main(root)
     text = (root / "docs" / "performance.md").read_text()
-    assert "| bestof64 | llama-3-8b | auto | 50.0 | 3200 | 1.2 ms | 12% | - | 0.30 | 100 |" in text
+    assert "| bestof64 | llama-3-8b | auto | 50.0 | 3200 | 1.2 | 12% | 1.0 | - | 0.30 |" in text
     assert "| jax |" not in text[text.index("Whole decoding steps") :].split("<!-- end")[0]
 
 

@@ -133,7 +133,7 @@ def _shapes(profile: GpuProfile, heads: Heads, unit: int, shortest_step: int) ->
     for cost in profile.tiles:
         if cost.block_kv < shortest_step:
             continue
-        if heads.num_kv_heads > 1 and cost.warps < most_warps[cost.rows, cost.block_kv]:
+        if shortest_step and heads.num_kv_heads > 1 and cost.warps < most_warps[cost.rows, cost.block_kv]:
             continue
         cost_of.setdefault(fitted(heads, cost, unit), cost)
     tiles = sorted(cost_of, key=lambda tile: (tile.rows, tile.block_kv, tile.warps, tile.stages))
