@@ -67,7 +67,7 @@ class SegmentTable:
     alone: np.ndarray  # bool [F]: one node, with its own tokens
     sums: Sums
     exact: np.ndarray  # [4, F] the same, but with own tokens that are not rounded up to entries
-    tokens: np.ndarray  # [N] of each node, with the idle ones of its entries
+    token_sums: np.ndarray  # [N + 1] prefix sums of the nodes' tokens, with the idle ones of their entries
 
     @staticmethod
     def of(levels: Levels, unit: int) -> SegmentTable:
@@ -88,7 +88,8 @@ class SegmentTable:
         totals = exact[1:3]
         totals[:, : len(leaf)] = values.take(leaf, axis=1)
         from_it, below_it = totals[:, len(leaf) :].reshape(2, 2, -1).swapaxes(0, 1)
-        from_it[:] = levels.sum_down(values).reshape(2, -1).take(pairs, axis=1)
+        prefix = levels.sums(values)
+        from_it[:] = levels.sum_down(prefix).reshape(2, -1).take(pairs, axis=1)
         np.subtract(from_it, from_it.take(place, axis=1), out=below_it)
         own, exact[3] = values[0].take(top), levels.tokens.take(top)
         child = levels.only_child().take(place)
@@ -105,7 +106,7 @@ class SegmentTable:
             alone=alone,
             sums=Sums(rows=exact[0], total=exact[1], extra=exact[2], own=own),
             exact=exact,
-            tokens=values[0],
+            token_sums=prefix[0],
         )
 
     def below(self, place: np.ndarray) -> np.ndarray:
