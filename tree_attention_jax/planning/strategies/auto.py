@@ -131,13 +131,15 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     sorted_key, segments, tiles = key.take(order), segments.take(order), tiles.take(order)
     first = starts(sorted_key)
     whose, launch = np.divmod(sorted_key.take(first), 2 * num_shapes)
-    blocks = Blocks(first, tiles, (walked / sums.tiles(queries)).take(order), rows.take(order))
+    place = np.arange(len(first)).repeat(np.diff(first, append=len(order)))
+    blocks = Blocks(first, place, tiles, (walked / sums.tiles(queries)).take(order), rows.take(order))
     memory = np.add.reduceat(sums.total.take(order), first) * (problem.heads.token_bytes / profile.bytes_per_us)
     written = np.bincount(owner, weights=sums.rows)
     has_partials = written > problem.layout.num_rows  # some row has several segments
     masked = (sums.masked(sums.tiles(queries), walked) * can_mask).take(order)
     share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked.take(order), first), 1)
-    pricing = price(problem, shapes.take(launch // 2), blocks, memory, launch % 2 == 1, share, has_partials[whose])
+    costs = shapes.launches(launch // 2, launch % 2, share)
+    pricing = price(problem, costs, blocks, memory, has_partials[whose])
     total = np.bincount(whose, weights=pricing.time)
     partial_us = problem.heads.partial_bytes / profile.partial_bytes_per_us
     reduction = np.where(has_partials, profile.launch_us + written * partial_us, 0)
@@ -185,11 +187,12 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     All finalists are cut and priced together: there is less to compute than there are NumPy calls to make.
     """
     levels = table.levels
-    kind, masks = plans.launch // 2, plans.launch % 2 == 1
+    kind = plans.launch // 2
     of_launch = np.diff(plans.first, append=len(plans.segments))
     owner, nth = ragged_places(plans.tiles)
     top = table.top.take(plans.segments)
-    step = shapes.queries.astype(np.int32).take(kind).repeat(of_launch).take(owner)
+    of_tile = np.arange(len(kind)).repeat(of_launch).take(owner)
+    step = shapes.queries.astype(np.int32).take(kind).take(of_tile)
     row0 = levels.row_begin.take(top).take(owner) + nth * step
     row1 = np.minimum(row0 + step, levels.row_end.take(top).take(owner))
     begins_below, span = table.below(plans.segments).astype(np.int32), table.span.take(plans.segments)
@@ -202,17 +205,17 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     upto = before.take(seen.indptr, axis=1)
     tokens, masked = upto[:, 1:] - upto[:, :-1]
     first = exclusive_cumsum(plans.tiles).take(plans.first)  # each launch's first tile
-    blocks = Blocks(first, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
+    blocks = Blocks(first, of_tile, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
     share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(tokens, first), 1)
     reduced = plans.reduction.take(plans.whose) > 0
-    pricing = price(problem, shapes.take(kind), blocks, plans.memory, masks, share, reduced)
+    pricing = price(problem, shapes.launches(kind, plans.launch % 2, share), blocks, plans.memory, reduced)
     time = np.bincount(plans.whose, pricing.time, len(plans.reduction)) + plans.reduction
     time *= np.where(plans.usual & (time <= SMALL_US), 1, 1 + NEARLY)
 
     winner = min(plans.ranks, key=time.tolist().__getitem__)
     launches = (plans.whose == winner).nonzero()[0]
     begin, end = first[launches[0]], first[launches[-1] + 1] if launches[-1] + 1 < len(first) else len(row0)
-    which = blocks.launch()[begin:end]
+    which = of_tile[begin:end]
     indptr = seen.indptr[begin : end + 1]
     low, counts = (x[indptr[0] : indptr[-1]] for x in (seen.low, seen.high - seen.low))
     node = levels.node.take(ragged_runs(low, counts))
