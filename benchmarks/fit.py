@@ -136,8 +136,8 @@ def errors(profile: GpuProfile, launches: list[dict[str, Any]]) -> np.ndarray:
         def column(name: str, rows: list[dict[str, Any]] = rows) -> np.ndarray:
             return np.array([row[name] for row in rows], np.float64)
 
-        shape, can_mask = np.array([place[tuple(row["tile"])] for row in rows]), column("can_mask") > 0
-        costs = shapes.launches(shape, can_mask, column("masked"))
+        launch = np.array([2 * place[tuple(row["tile"])] + (row["can_mask"] > 0) for row in rows])
+        costs = shapes.launches(launch, column("masked"))
         memory = column("tokens") * problem.heads.token_bytes / profile.bytes_per_us
         us = launch_time(profile, costs, column("steps"), column("items"), column("longest"), memory)
         # The model prices a partial once, with the reduction: half of that is this launch writing it.

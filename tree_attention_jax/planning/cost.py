@@ -103,6 +103,10 @@ class ShapeTable:
     masked_token_us: np.ndarray
 
     @functools.cached_property
+    def int_queries(self) -> np.ndarray:
+        return self.queries.astype(np.int32)
+
+    @functools.cached_property
     def segment_costs(self) -> SegmentCosts:
         """What :func:`.segment_times` needs of the shapes."""
         several = self.queries > 1  # a tile of one query needs no masks
@@ -114,14 +118,19 @@ class ShapeTable:
         return SegmentCosts(*(column.astype(np.float32)[:, None] for column in columns))
 
     @functools.cached_property
+    def mask_us(self) -> np.ndarray:
+        """What a token costs more in a program that can mask."""
+        return self.programs * (self.mixed_token_us - self.token_us)
+
+    @functools.cached_property
     def usual(self) -> int:
         """The shape that suits narrow tiles of about any length: of the fewest rows, with the most warps."""
         narrow = [index for index, tile in enumerate(self.tiles) if tile.rows == self.tiles[0].rows]
         return max(narrow, key=lambda index: self.tiles[index].warps)
 
-    def launches(self, shape: Any, can_mask: Any, masked: Any) -> LaunchCosts:
-        """Costs of launches with such shapes (indices), that can mask or not, and mask such a share of their steps."""
-        *costs, step_us, masked_step_us, latency_us, masked_latency_us = self._launches.take(2 * shape + can_mask, axis=1)
+    def launches(self, launch: Any, masked: Any) -> LaunchCosts:
+        """Costs of launches, ``shape * 2 + can_mask`` each, that mask such a share of their steps."""
+        *costs, step_us, masked_step_us, latency_us, masked_latency_us = self._launches.take(launch, axis=1)
         return LaunchCosts(*costs, step_us + masked * masked_step_us, latency_us + masked * masked_latency_us)
 
     @functools.cached_property

@@ -68,7 +68,7 @@ def launch_times(plan: TreePlan) -> list[LaunchTime]:
     shapes = shapes_for(host.problem)
     times = []
     for launch, load in zip(shape.launches, launch_loads(plan)):
-        costs = shapes.launches(_nearest(shapes, launch.tile), launch.tile.masked, load.masked)
+        costs = shapes.launches(2 * _nearest(shapes, launch.tile) + launch.tile.masked, load.masked)
         memory = load.tokens * heads.token_bytes / profile.bytes_per_us
         work = (load.steps * costs.step_us + load.items * costs.item_us) * costs.programs
         us = launch_time(profile, costs, load.steps, load.items, load.longest, memory)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -63,10 +62,11 @@ def price(problem: Problem, costs: LaunchCosts, blocks: Blocks, memory: np.ndarr
     most = np.ceil(np.minimum(length, longest) / costs.block_kv)
     time = launch_time(profile, costs, steps, items, most, memory)
     worth = most[0] * costs.latency_us > SHORT_TAIL * time[0]
+    written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
+    time += written
     split, shorter = time[1:], length[1:]
-    split += written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
     split += profile.launch_us * ~reduced
-    split[~(worth & (shorter >= costs.block_kv) & (shorter < longest))] = np.inf
+    np.copyto(split, np.inf, where=~(worth & (shorter >= costs.block_kv) & (shorter < longest)))
     return Pricing(limits.take(time.argmin(axis=0)), np.minimum.reduce(time))
 
 
@@ -84,27 +84,30 @@ def _lengths(bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Items of each launch by their length, [lengths, L]; and for all lengths but the first, which splits none,
-    partials written that were not written before."""
+    """[lengths, L] each: items, and partials written that were not written before."""
     first, launch, count, tokens, rows = blocks.first, blocks.launch, blocks.count, blocks.tokens, blocks.rows
-    items = np.empty((len(length), len(first)))
-    items[:] = np.add.reduceat(count, first)
-    written = np.zeros((len(length) - 1, len(first)))
     long = (tokens > MIN_TOKENS).nonzero()[0]
-    if len(long) == 0 or len(length) == 1:
-        return items, written
-    split: Any = slice(None)
-    if len(long) < len(tokens):
+    few = 2 * len(long) < len(tokens)  # the others are never split, so need not be looked at
+    if few:
+        items, written = np.empty((len(length), len(first))), np.zeros((len(length), len(first)))
+        items[:] = np.add.reduceat(count, first)
+        if len(long) == 0:
+            return items, written
         launch, count, tokens, rows = launch.take(long), count.take(long), tokens.take(long), rows.take(long)
         first = starts(launch)
-        split = launch.take(first)
-    pieces = np.ceil(tokens / length[1:])
+        which = launch.take(first)
+        items[:, which] -= np.add.reduceat(count, first)
+    pieces = np.ceil(tokens / length)
     np.maximum(pieces, 1, out=pieces)
-    items[1:, split] += np.add.reduceat((pieces - 1) * count, first, axis=1)
     partials = pieces - reduced.take(launch)
     partials *= pieces > 1
     partials *= rows * count
-    written[:, split] = np.add.reduceat(partials, first, axis=1)
+    pieces *= count
+    added = np.add.reduceat(pieces, first, axis=1), np.add.reduceat(partials, first, axis=1)
+    if not few:
+        return added
+    items[:, which] += added[0]
+    written[:, which] = added[1]
     return items, written
 
 
@@ -114,3 +117,10 @@ def starts(values: np.ndarray) -> np.ndarray:
     new[:1] = True
     np.not_equal(values[1:], values[:-1], out=new[1:])
     return new.nonzero()[0]
+
+
+def spread(first: np.ndarray, length: int) -> np.ndarray:
+    """The group of each of so many elements, if groups begin at ``first``."""
+    opens = np.zeros(length, np.intp)
+    opens[first[1:]] = 1
+    return np.add.accumulate(opens, out=opens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,10 +111,26 @@ class Levels:
             bounds=bounds,
         )
 
+    @property
+    def sums_size(self) -> int:
+        """Length of prefix sums over all nodes that start anew, with a 0, at each level."""
+        return self.num_nodes + self.depth + self.spans + 1
+
+    @functools.cached_property
+    def sums_at(self) -> np.ndarray:
+        """[spans, 2, I]: where two such sums, end to end, hold those up to the ends of ``bounds``.
+
+        For k = 0 of the children in the first sums, for other k of the descendants k levels down in the second.
+        """
+        places = self.bounds[:-1] + (np.arange(self.spans)[:, None] + self.level.take(self.inner))[:, None]
+        places[0] = places[1]
+        places[1:] += self.sums_size
+        return places
+
     def only_child(self) -> np.ndarray:
         """[I]: the inner nodes' children that have no siblings, as one root under the virtual one has none; else 0."""
         child, end = self.bounds[1]
-        return np.where(end - child == 1, child, 0)
+        return child * (end - child == 1)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """float64 [V, N + 1]: prefix sums of V values of all nodes."""
@@ -152,6 +169,7 @@ class Levels:
             first = np.searchsorted(above + self.row_end, level + row0, "right")
             last = np.searchsorted(above + self.row_begin, level + row1, "left")
             low[deeper], high[deeper] = first, last
-            inside = (self.row_begin.take(first, mode="clip") > row0) | (self.row_end.take(first, mode="clip") < row1)
-            partly[deeper] = inside | (last - first > 1)
+            partly[deeper] = last - first > 1
+            alone = np.minimum(first, self.num_nodes - 1)  # there may be none, at the end of the last level
+            partly[deeper] |= (self.row_begin.take(alone) > row0) | (self.row_end.take(alone) < row1)
         return Seen(indptr, low, high, partly)

@@ -81,7 +81,8 @@ class SegmentTable:
         padded = ceil_div(levels.tokens, unit) * unit
         values = np.empty((2, levels.num_nodes), np.float32)  # tokens, and extra
         # Short runs will get entries of one token (:func:`.entries._units`).
-        values[0] = np.where(2 * levels.tokens < padded, levels.tokens, padded)
+        values[0] = padded
+        np.copyto(values[0], levels.tokens, where=2 * levels.tokens < padded)
         np.multiply(values[0], rows - 1, out=values[1])
         exact = np.empty((4, len(top)), np.float32)
         exact[0] = rows.take(top)
@@ -91,10 +92,9 @@ class SegmentTable:
         prefix = levels.sums(values)
         from_it[:] = levels.sum_down(prefix).reshape(2, -1).take(pairs, axis=1)
         np.subtract(from_it, from_it.take(place, axis=1), out=below_it)
-        own, exact[3] = values[0].take(top), levels.tokens.take(top)
-        child = levels.only_child().take(place)
-        own[-len(pairs) :] = np.where(child > 0, values[0].take(child), 0)
-        exact[3, -len(pairs) :] = np.where(child > 0, levels.tokens.take(child), 0)
+        whole = top.copy()  # the node that all rows of the segment see whole; the virtual root stands for none
+        whole[-len(pairs) :] = levels.only_child().take(place)
+        own, exact[3] = values[0].take(whole), levels.tokens.take(whole)
         alone = np.zeros(len(top), bool)
         alone[: levels.num_nodes] = True  # the leaves, and span 0 from each inner node
         return SegmentTable(
@@ -113,6 +113,10 @@ class SegmentTable:
         """bool: segments without their top's own tokens."""
         return place >= len(self.top) - len(self.pairs)
 
+    def all_in_one(self) -> int:
+        """Place of the segment that holds everything, if segments may span as many levels."""
+        return self.place(BELOW, self.levels.depth - 1, 0)
+
     def place(self, state: int, span: Any, inner: Any) -> Any:
         """Of inner nodes' segments in the table, by the node's place among the inner nodes."""
         return len(self.levels.leaf) + state * len(self.pairs) + self.first.take(span) + inner
@@ -121,7 +125,8 @@ class SegmentTable:
         """Times of all segments as [2, spans, I], without end for pairs that are not listed, and [leaves]."""
         levels = self.levels
         num_leaves = len(levels.leaf)
-        inner = np.full((2, levels.spans * len(levels.inner)), np.inf)
+        inner = np.empty((2, levels.spans * len(levels.inner)))
+        inner.fill(np.inf)
         inner[:, self.pairs] = time[num_leaves:].reshape(2, -1)
         return inner.reshape(2, levels.spans, -1), time[:num_leaves]
 

@@ -36,10 +36,10 @@ from tree_attention_jax._arrays import exclusive_cumsum, ragged_places, ragged_r
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
-from tree_attention_jax.planning.strategies._launches import Blocks, price, starts
+from tree_attention_jax.planning.strategies._launches import Blocks, price, spread, starts
 from tree_attention_jax.planning.strategies._levels import Levels
 from tree_attention_jax.planning.strategies._segmentation import cheapest
-from tree_attention_jax.planning.strategies._segments import BELOW, SegmentTable, segment_times
+from tree_attention_jax.planning.strategies._segments import SegmentTable, segment_times
 from tree_attention_jax.planning.tiling import Tiling
 
 # Candidates that are cut into tiles: so many at most, and none whose estimate is so many times the best one.
@@ -75,7 +75,7 @@ def auto(problem: Problem) -> Tiling:
 class _Candidates:
     """Segmentations, one after the other: [M] segments of all."""
 
-    owner: np.ndarray  # the segmentation
+    first: np.ndarray  # each one's first segment
     segments: np.ndarray  # places in the table
     shape: np.ndarray
 
@@ -101,7 +101,7 @@ def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _C
     time = segment_times(problem, shapes, table.sums, table.alone)
     partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
 
-    best = cheapest(table, time.min(axis=0), partial)
+    best = cheapest(table, np.minimum.reduce(time), partial)
     shape = time.take(best, axis=1).argmin(axis=0)
     found, shape_of, counts = [best], [shape], [len(best)]
     used = np.bincount(shape).nonzero()[0]
@@ -111,74 +111,89 @@ def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _C
         shape_of.append(np.full(counts[-1], index))
     if levels.depth <= levels.spans:
         every = np.arange(len(shapes.tiles))
-        found.append(np.full(len(every), table.place(BELOW, levels.depth - 1, 0)))
+        found.append(np.full(len(every), table.all_in_one()))
         counts += [1] * len(every)
         shape_of.append(every)
-    return _Candidates(np.arange(len(counts)).repeat(counts), np.concatenate(found), np.concatenate(shape_of))
+    return _Candidates(exclusive_cumsum(counts)[:-1], np.concatenate(found), np.concatenate(shape_of))
 
 
 def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
     """Those with the least time as a whole, by the estimate: launches with their tails, partials and the reduction."""
-    num_shapes, profile = len(shapes.tiles), problem.profile
-    owner, segments, shape = candidates.owner, candidates.segments, candidates.shape
+    num_kinds, profile = 2 * len(shapes.tiles), problem.profile
+    segments, shape = candidates.segments, candidates.shape
+    owner = spread(candidates.first, len(segments))
     sums = table.pick(segments)
     queries = shapes.queries.take(shape)
     rows, tiles = np.minimum(sums.rows, queries), sums.tiles(queries)
     walked = sums.walked(queries, tiles)
-    can_mask = ~table.alone.take(segments) & (rows > 1)  # a single row sees all that its tile walks
-    key = _launch_keys(problem, shapes, owner * num_shapes + shape, can_mask, walked)
-    order = np.argsort(key, kind="stable")
-    sorted_key, segments, tiles = key.take(order), segments.take(order), tiles.take(order)
-    first = starts(sorted_key)
-    whose, launch = np.divmod(sorted_key.take(first), 2 * num_shapes)
-    place = np.arange(len(first)).repeat(np.diff(first, append=len(order)))
-    blocks = Blocks(first, place, tiles, (walked / sums.tiles(queries)).take(order), rows.take(order))
-    memory = np.add.reduceat(sums.total.take(order), first) * (problem.heads.token_bytes / profile.bytes_per_us)
-    written = np.bincount(owner, weights=sums.rows)
+    can_mask = rows > 1  # a single row sees all that its tile walks
+    can_mask &= ~table.alone.take(segments)
+    masked = sums.masked(tiles, walked)
+    masked *= can_mask
+    key = _launch_keys(problem, shapes, owner * num_kinds + 2 * shape, can_mask, shape, walked)
+    if len(key) > len(candidates.first):  # else each launch has one segment, and they are in order
+        order = np.argsort(key, kind="stable")
+        segments, tiles, walked, rows, masked, key, total = (
+            column.take(order) for column in (segments, tiles, walked, rows, masked, key, sums.total)
+        )
+    else:
+        total = sums.total
+    first = starts(key)
+    of_launch = key.take(first)
+    whose = of_launch // num_kinds
+    launch = of_launch - whose * num_kinds
+    place = spread(first, len(key))
+    blocks = Blocks(first, place, tiles, walked / tiles, rows)
+    memory = np.add.reduceat(total, first) * (problem.heads.token_bytes / profile.bytes_per_us)
+    written = np.bincount(owner, sums.rows)
     has_partials = written > problem.layout.num_rows  # some row has several segments
-    masked = (sums.masked(sums.tiles(queries), walked) * can_mask).take(order)
-    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked.take(order), first), 1)
-    costs = shapes.launches(launch // 2, launch % 2, share)
-    pricing = price(problem, costs, blocks, memory, has_partials[whose])
-    total = np.bincount(whose, weights=pricing.time)
-    partial_us = problem.heads.partial_bytes / profile.partial_bytes_per_us
-    reduction = np.where(has_partials, profile.launch_us + written * partial_us, 0)
-    total += reduction
-    unusual = np.maximum.reduceat(shape != shapes.usual, starts(owner))
-    unusual |= problem.heads.num_kv_heads == 1
-    total *= np.where(unusual | (total > SMALL_US), 1 + NEARLY, 1)
+    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked, first), 1)
+    costs = shapes.launches(launch, share)
+    pricing = price(problem, costs, blocks, memory, has_partials.take(whose))
+    reduction = profile.launch_us + written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
+    reduction *= has_partials
+    time = np.bincount(whose, pricing.time)
+    time += reduction
+    usual = ~np.logical_or.reduceat(shape != shapes.usual, candidates.first)
+    usual &= problem.heads.num_kv_heads > 1
+    time *= _factor(usual, time)
 
-    best = np.argsort(total, kind="stable")[: FINALISTS if problem.layout.num_rows < MANY_ROWS else 1]
-    ranks = best[total.take(best) <= NO_HOPE * total[best[0]]]
-    stays = np.zeros(len(total), bool)
+    best = time.argsort(kind="stable")[: FINALISTS if problem.layout.num_rows < MANY_ROWS else 1]
+    ranks = best[time.take(best) <= NO_HOPE * time[best[0]]]
+    stays = np.zeros(len(time), bool)
     stays[ranks] = True
-    mine = stays.take(owner.take(order)).nonzero()[0]
-    ours = stays.take(whose).nonzero()[0]
+    ours = stays.take(whose)
+    mine, ours = ours.take(place).nonzero()[0], ours.nonzero()[0]
     return _Finalists(
         segments=segments.take(mine),
-        tiles=tiles.take(mine).astype(np.int32),
+        tiles=tiles.take(mine).astype(np.intp),
         first=mine.searchsorted(first.take(ours)),
         whose=whose.take(ours),
         launch=launch.take(ours),
         memory=memory.take(ours),
         ranks=ranks.tolist(),
         reduction=reduction,
-        usual=~unusual,
+        usual=usual,
     )
 
 
+def _factor(usual: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """What the time of candidates is multiplied by before they are compared: see ``NEARLY``."""
+    return 1 + NEARLY * (~usual | (time > SMALL_US))
+
+
 def _launch_keys(
-    problem: Problem, shapes: ShapeTable, key: np.ndarray, can_mask: np.ndarray, walked: np.ndarray
+    problem: Problem, shapes: ShapeTable, key: np.ndarray, can_mask: np.ndarray, shape: np.ndarray, walked: np.ndarray
 ) -> np.ndarray:
-    """``key`` * 2 + can_mask: masked and plain items run as launches of their own, as a mask costs registers and time.
+    """``key`` + can_mask: masked and plain items run as launches of their own, as a mask costs registers and time.
 
     Unless that is not much more than the launch of the plain ones would cost.
     """
-    shape = key % len(shapes.tiles)
-    costs_us = (shapes.programs * (shapes.mixed_token_us - shapes.token_us))[shape] * walked
-    has_masked = np.bincount(key, weights=can_mask) > 0
-    cheap = np.bincount(key, weights=costs_us * ~can_mask) < SPLIT * problem.profile.launch_us
-    return key * 2 + (can_mask | (has_masked & cheap).take(key))
+    has_masked = np.bincount(key, can_mask) > 0
+    costs_us = shapes.mask_us.take(shape) * walked
+    costs_us *= ~can_mask
+    cheap = np.bincount(key, costs_us) < SPLIT * problem.profile.launch_us
+    return key + (can_mask | (has_masked & cheap).take(key))
 
 
 def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Finalists) -> Tiling:
@@ -188,11 +203,12 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     """
     levels = table.levels
     kind = plans.launch // 2
-    of_launch = np.diff(plans.first, append=len(plans.segments))
+    offset = exclusive_cumsum(plans.tiles)
+    first = offset.take(plans.first)  # each launch's first tile
     owner, nth = ragged_places(plans.tiles)
     top = table.top.take(plans.segments)
-    of_tile = np.arange(len(kind)).repeat(of_launch).take(owner)
-    step = shapes.queries.astype(np.int32).take(kind).take(of_tile)
+    of_tile = spread(first, len(owner))
+    step = shapes.int_queries.take(kind).take(of_tile)
     row0 = levels.row_begin.take(top).take(owner) + nth * step
     row1 = np.minimum(row0 + step, levels.row_end.take(top).take(owner))
     begins_below, span = table.below(plans.segments).astype(np.int32), table.span.take(plans.segments)
@@ -204,13 +220,12 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     np.add.accumulate(before, axis=1, out=before)
     upto = before.take(seen.indptr, axis=1)
     tokens, masked = upto[:, 1:] - upto[:, :-1]
-    first = exclusive_cumsum(plans.tiles).take(plans.first)  # each launch's first tile
     blocks = Blocks(first, of_tile, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
     share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(tokens, first), 1)
     reduced = plans.reduction.take(plans.whose) > 0
-    pricing = price(problem, shapes.launches(kind, plans.launch % 2, share), blocks, plans.memory, reduced)
+    pricing = price(problem, shapes.launches(plans.launch, share), blocks, plans.memory, reduced)
     time = np.bincount(plans.whose, pricing.time, len(plans.reduction)) + plans.reduction
-    time *= np.where(plans.usual & (time <= SMALL_US), 1, 1 + NEARLY)
+    time *= _factor(plans.usual, time)
 
     winner = min(plans.ranks, key=time.tolist().__getitem__)
     launches = (plans.whose == winner).nonzero()[0]
