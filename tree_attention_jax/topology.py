@@ -44,7 +44,7 @@ class TokenTree:
     __slots__ = (
         "_checked",
         "_layout",
-        "_tables",
+        "_offsets",
         "first_slot",
         "kv_len",
         "page_indices",
@@ -92,7 +92,7 @@ class TokenTree:
         else:
             self.first_slot = as_int_vector("first_slot", first_slot, num_nodes)
         self._checked: set[int] = set()
-        self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._offsets: dict[int, np.ndarray] = {}
         self._layout: Any = None
         self._validate()
         for array in (self.parent, self.kv_len, self.q_len, self.first_slot, self.page_indptr, self.page_indices):
@@ -199,10 +199,16 @@ class TokenTree:
         """``(page_indptr, page_indices)``, filled in for a tree that was made without a table."""
         if self.page_indptr is not None and self.page_indices is not None:
             return self.page_indptr, self.page_indices
-        if page_size not in self._tables:
-            indptr = exclusive_cumsum(-(-self.kv_len // page_size))
-            self._tables[page_size] = indptr, np.arange(indptr[-1], dtype=np.int32)
-        return self._tables[page_size]
+        indptr = self.page_offsets(page_size)
+        return indptr, np.arange(indptr[-1], dtype=np.int32)
+
+    def page_offsets(self, page_size: int) -> np.ndarray:
+        """The first array of :meth:`page_table`. In a table filled in, a page's place there is its id."""
+        if self.page_indptr is not None:
+            return self.page_indptr
+        if page_size not in self._offsets:
+            self._offsets[page_size] = exclusive_cumsum(-(-self.kv_len // page_size))
+        return self._offsets[page_size]
 
     def with_pages(self, page_size: int, reserve: int = 0) -> TokenTree:
         """The same tree on consecutive pages of its own, with room for ``reserve`` more tokens in every leaf.

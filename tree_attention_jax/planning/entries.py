@@ -35,24 +35,24 @@ class Entries:
 
 def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entries, Entries, tuple[int, int]]:
     """Entries of the plain pieces, entries of the masked ones, and how many tokens either hold."""
-    num_plain = len(pieces.tile) - int(np.count_nonzero(pieces.masked))
-    if num_plain < len(pieces.tile):
-        pieces = pieces.take(np.argsort(pieces.masked, kind="stable"))
-    units = (problem.unit, problem.unit) if tiling.uniform else _units(problem, pieces, num_plain)
     num_tiles = tiling.num_blocks
-    repeats = _repeats(pieces, num_plain, num_tiles)
+    plain, masked = (~pieces.masked).nonzero()[0], pieces.masked.nonzero()[0]
+    units = (problem.unit, problem.unit) if tiling.uniform else _units(problem, pieces, plain, masked)
+    repeats = _repeats(pieces, plain, num_tiles)
     if repeats is not None:
-        kept = np.ones(len(pieces.tile), bool)
-        kept[:num_plain] = ~repeats.take(pieces.tile[:num_plain])
-        pieces, num_plain = pieces.take(kept.nonzero()[0]), int(np.count_nonzero(kept[:num_plain]))
-    plain, masked = _expand(problem, pieces, num_plain, units, num_tiles)
+        plain = plain.compress(~repeats.take(pieces.tile.take(plain)))
+    pieces = pieces.take(np.concatenate([plain, masked]))
+    plain_entries, masked_entries = _expand(problem, pieces, len(plain), units, num_tiles)
     if repeats is not None:
-        same_as = np.maximum.accumulate(np.where(repeats, 0, np.arange(num_tiles)))
-        plain = replace(plain, begin=plain.begin[same_as], real=plain.real[same_as])
-    return plain, masked, units
+        same_as = np.arange(num_tiles)
+        same_as[repeats] = 0
+        np.maximum.accumulate(same_as, out=same_as)
+        begin, real = plain_entries.begin.take(same_as), plain_entries.real.take(same_as)
+        plain_entries = replace(plain_entries, begin=begin, real=real)
+    return plain_entries, masked_entries, units
 
 
-def _units(problem: Problem, pieces: Pieces, num_plain: int) -> tuple[int, int]:
+def _units(problem: Problem, pieces: Pieces, plain: np.ndarray, masked: np.ndarray) -> tuple[int, int]:
     """Tokens that a plain entry and a masked entry hold.
 
     Plain entries are no shorter than masked ones: a growing tree would meet one more combination. And a leaf that grows
@@ -62,28 +62,33 @@ def _units(problem: Problem, pieces: Pieces, num_plain: int) -> tuple[int, int]:
     if problem.horizon:
         unit = problem.unit_for(first_slot, problem.tree.kv_len)
         return unit, unit
-    begin, tokens = first_slot.take(pieces.node) + pieces.begin, pieces.end - pieces.begin
-    masked_unit = problem.unit_for(begin[num_plain:], tokens[num_plain:])
-    if masked_unit > 1 and num_plain < len(tokens):
+
+    def unit_for(which: np.ndarray) -> int:
+        begin = pieces.begin.take(which)
+        return problem.unit_for(first_slot.take(pieces.node.take(which)) + begin, pieces.end.take(which) - begin)
+
+    masked_unit = unit_for(masked)
+    if masked_unit > 1 and len(masked):
         return masked_unit, masked_unit
-    return problem.unit_for(begin[:num_plain], tokens[:num_plain]), masked_unit
+    return unit_for(plain), masked_unit
 
 
-def _repeats(pieces: Pieces, num_plain: int, num_tiles: int) -> np.ndarray | None:
+def _repeats(pieces: Pieces, plain: np.ndarray, num_tiles: int) -> np.ndarray | None:
     """bool [num_tiles]: tiles with the same plain pieces (the first ones) as the tile before; None if there are none.
 
     The row tiles of a segment all walk its top, and a thousand copies of a prompt's entries would be most of a plan.
     """
-    tile, node, begin, end = (x[:num_plain] for x in (pieces.tile, pieces.node, pieces.begin, pieces.end))
+    tile = pieces.tile.take(plain)
     count = np.bincount(tile, minlength=num_tiles)
     same = np.zeros(num_tiles, bool)
     same[1:] = (count[1:] == count[:-1]) & (count[1:] > 0)
     if not same.any():
         return None
     # The piece at the same place in the tile before, if that has as many.
-    before = np.arange(num_plain) - count.take(tile - 1)
+    node, begin, end = (x.take(plain) for x in (pieces.node, pieces.begin, pieces.end))
+    before = np.arange(len(plain)) - count.take(tile - 1)
     differs = (node != node.take(before)) | (begin != begin.take(before)) | (end != end.take(before))
-    differs |= pieces.reserve[:num_plain]
+    differs |= pieces.reserve.take(plain)
     same &= np.bincount(tile, differs, num_tiles) == 0
     return same if same.any() else None
 
@@ -95,7 +100,7 @@ def _expand(
 
     What does not change within a piece is worked out for the pieces, of which there are few, and then spread.
     """
-    layout, page_size, node = problem.layout, problem.page_size, pieces.node
+    layout, node = problem.layout, pieces.node
     first_slot = problem.tree.first_slot.take(node)
     start, stop = first_slot + pieces.begin, first_slot + pieces.end
     unit: Any = units[0] if units[0] == units[1] else np.where(pieces.masked, units[1], units[0])
@@ -120,10 +125,9 @@ def _expand(
     count -= begin
     if problem.horizon:
         count[spread(pieces.reserve)] = 0
-    indptr, indices = problem.pages
-    page = begin // page_size
-    slot = (indices.take(spread(indptr.take(node)) + page) - page) * page_size + begin
-    word = slot << COUNT_BITS | count
+    word = problem.slots(spread(problem.first_page.take(node)), begin)
+    word <<= COUNT_BITS
+    word |= count
     low = spread(layout.row_begin.take(node))
     if pieces.causal.any():
         seen_from = spread((layout.row_begin - layout.old_len).take(node) - first_slot) + begin
