@@ -62,8 +62,12 @@ def _choose(levels: Levels, inner_time: np.ndarray, leaf_time: np.ndarray, parti
 def _trace(table: SegmentTable, chosen: np.ndarray) -> np.ndarray:
     """Top-down: follow the choices from the virtual root."""
     levels = table.levels
-    if chosen[BELOW, 0] >= levels.depth - 1:
-        return np.array([table.all_in_one()])
+    # Often one segment holds everything, from the virtual root on or from the only root.
+    last = levels.depth - 1
+    if chosen[BELOW, 0] == last:
+        return np.array([table.place(BELOW, last, 0)])
+    if last > 1 and levels.begin[2] == 2 and chosen[BELOW, 0] == 0 and chosen[FROM, 1] == last - 1:
+        return np.array([table.place(FROM, last - 1, 1)])
     inner, above = levels.inner, levels.above.take(levels.inner)
     # How many levels the segment that a node is in goes on below it; if none, the one that begins right below it.
     left = np.full(len(inner), levels.depth)
