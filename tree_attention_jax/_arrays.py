@@ -51,7 +51,10 @@ def ragged_places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     The owner is intp, as other types of indices make NumPy slow; the place is int32.
     """
-    return np.arange(len(counts)).repeat(counts), ragged_arange(counts)
+    owner = np.arange(len(counts)).repeat(counts)
+    nth = np.arange(len(owner), dtype=np.int32)
+    nth -= exclusive_cumsum(counts).take(owner)
+    return owner, nth
 
 
 def ragged_ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

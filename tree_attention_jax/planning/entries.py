@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.layout import COUNT_BITS
-from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_places, ragged_runs
+from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
@@ -23,6 +23,7 @@ class Entries:
 
     word: np.ndarray  # slot and count, packed
     position: np.ndarray
+    # Of masked entries: rows that see them.
     low: np.ndarray  # complemented where the entry is causal
     high: np.ndarray
     begin: np.ndarray
@@ -108,37 +109,35 @@ def _expand(
     if problem.horizon:
         # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
         chunk0 = np.where(pieces.reserve, ceil_div(start, unit), chunk0)
-    counts = (ceil_div(stop, unit) - chunk0).astype(np.intp)  # as repeat() wants it
-    order = _with_reserves_last(pieces, counts) if problem.horizon else None
-
-    def spread(column: np.ndarray) -> np.ndarray:
-        return column.repeat(counts) if order is None else column.repeat(counts).take(order)
-
-    chunk = ragged_runs(chunk0, counts)
-    if order is not None:
-        chunk = chunk.take(order)
+    counts = ceil_div(stop, unit) - chunk0
+    piece, chunk = ragged_places(counts)
+    chunk = chunk + chunk0.take(piece)
+    if problem.horizon:
+        order = _with_reserves_last(pieces, piece, chunk)
+        piece, chunk = piece.take(order), chunk.take(order)
     if units[0] != units[1]:
-        unit = spread(unit)
+        unit = unit.take(piece)
     begin = chunk * unit
-    count = np.minimum(begin + unit, spread(stop))
-    np.maximum(begin, spread(start), out=begin)
+    count = np.minimum(begin + unit, stop.take(piece))
+    np.maximum(begin, start.take(piece), out=begin)
     count -= begin
     if problem.horizon:
-        count[spread(pieces.reserve)] = 0
-    word = problem.slots(spread(problem.first_page.take(node)), begin)
+        count[pieces.reserve.take(piece)] = 0
+    word = problem.slots(problem.first_page.take(node).take(piece), begin)
     word <<= COUNT_BITS
     word |= count
-    low = spread(layout.row_begin.take(node))
+    position = (layout.position.take(node) - first_slot).take(piece) + begin
+    border = int(counts[:num_plain].sum())
+    # Only masked entries say who sees them.
+    masked = piece[border:]
+    low, high = (rows.take(node).take(masked) for rows in (layout.row_begin, layout.row_end))
     if pieces.causal.any():
-        seen_from = spread((layout.row_begin - layout.old_len).take(node) - first_slot) + begin
-        low = np.where(spread(pieces.causal), ~seen_from, low)
-    high, position = spread(layout.row_end.take(node)), spread(layout.position.take(node) - first_slot) + begin
-    if problem.horizon:
-        tile, node = spread(pieces.tile), spread(node)
-    else:
-        tile = node = chunk = np.zeros(0, np.int32)
+        seen_from = ((layout.row_begin - layout.old_len).take(node) - first_slot).take(masked) + begin[border:]
+        low = np.where(pieces.causal.take(masked), ~seen_from, low)
+    none = np.zeros(0, np.int32)
+    tile, node, chunk = (pieces.tile.take(piece), node.take(piece), chunk) if problem.horizon else (none, none, none)
 
-    def part(first: int, last: int, which: slice) -> Entries:
+    def part(first: int, last: int, which: slice, rows: tuple[np.ndarray, np.ndarray]) -> Entries:
         of_tile, listed = pieces.tile[first:last], counts[first:last]
         held = real = np.bincount(of_tile, listed, num_tiles)
         if problem.horizon:
@@ -146,8 +145,8 @@ def _expand(
         return Entries(
             word=word[which],
             position=position[which],
-            low=low[which],
-            high=high[which],
+            low=rows[0],
+            high=rows[1],
             begin=exclusive_cumsum(held)[:-1],
             real=real.astype(np.int32),
             tile=tile[which],
@@ -155,12 +154,12 @@ def _expand(
             chunk=chunk[which],
         )
 
-    border = int(counts[:num_plain].sum())
-    return part(0, num_plain, slice(0, border)), part(num_plain, len(counts), slice(border, len(word)))
+    plain, others = slice(0, border), slice(border, len(word))
+    return part(0, num_plain, plain, (none, none)), part(num_plain, len(counts), others, (low, high))
 
 
-def _with_reserves_last(pieces: Pieces, counts: np.ndarray) -> np.ndarray:
+def _with_reserves_last(pieces: Pieces, piece: np.ndarray, chunk: np.ndarray) -> np.ndarray:
     """The order of entries in which each tile's reserves follow, step by step, all that it has filled."""
-    piece, nth = ragged_places(counts)
+    nth = chunk - chunk.take(np.searchsorted(piece, piece))
     later = np.where(pieces.reserve[piece], nth + 1, 0)
     return np.lexsort((later, pieces.tile[piece], pieces.masked[piece]))

@@ -78,6 +78,7 @@ class _Candidates:
     first: np.ndarray  # each one's first segment
     segments: np.ndarray  # places in the table
     shape: np.ndarray
+    twin: int  # a segmentation that is the same as the first one; 0: none
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,15 @@ def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _C
         found.append(cheapest(table, time[index], partial))
         counts.append(len(found[-1]))
         shape_of.append(np.full(counts[-1], index))
+    twin = 0
     if levels.depth <= levels.spans:
         every = np.arange(len(shapes.tiles))
+        if len(best) == 1 and levels.depth > 2:
+            twin = len(counts) + int(shape[0])
         found.append(np.full(len(every), table.all_in_one()))
         counts += [1] * len(every)
         shape_of.append(every)
-    return _Candidates(exclusive_cumsum(counts)[:-1], np.concatenate(found), np.concatenate(shape_of))
+    return _Candidates(exclusive_cumsum(counts)[:-1], np.concatenate(found), np.concatenate(shape_of), twin)
 
 
 def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
@@ -162,6 +166,8 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     ranks = best[time.take(best) <= NO_HOPE * time[best[0]]]
     stays = np.zeros(len(time), bool)
     stays[ranks] = True
+    if candidates.twin and stays[0]:
+        stays[candidates.twin] = False
     ours = stays.take(whose)
     mine, ours = ours.take(place).nonzero()[0], ours.nonzero()[0]
     return _Finalists(
@@ -171,7 +177,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         whose=whose.take(ours),
         launch=launch.take(ours),
         memory=memory.take(ours),
-        ranks=ranks.tolist(),
+        ranks=[which for which in ranks.tolist() if stays[which]],
         reduction=reduction,
         usual=usual,
     )
@@ -180,6 +186,11 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
 def _factor(usual: np.ndarray, time: np.ndarray) -> np.ndarray:
     """What the time of candidates is multiplied by before they are compared: see ``NEARLY``."""
     return 1 + NEARLY * (~usual | (time > SMALL_US))
+
+
+def _is_tiny(problem: Problem) -> bool:
+    slots = problem.tree.num_nodes * problem.unit  # beside those of the tokens
+    return slots <= FEW_SLOTS and slots + int(problem.tree.kv_len.sum()) <= FEW_SLOTS
 
 
 def _launch_keys(
@@ -244,5 +255,5 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
         tile=(which - launches[0]).astype(np.int32),
         max_tokens=pricing.limit.take(which),
         tiles=tuple(shapes.tiles[index] for index in kind.take(launches).tolist()),
-        uniform=problem.tree.num_nodes * problem.unit + int(problem.tree.kv_len.sum()) <= FEW_SLOTS,
+        uniform=_is_tiny(problem),
     )
