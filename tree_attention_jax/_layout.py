@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import all_of, exclusive_cumsum, ragged_places
 
 if TYPE_CHECKING:
     from tree_attention_jax.topology import TokenTree
@@ -101,7 +101,7 @@ def _preorder(parent: np.ndarray, size: np.ndarray, jumps: list) -> np.ndarray:
     """Depth-first rank: the parent's rank, plus one, plus the subtrees of earlier siblings."""
     if len(parent) == 0:
         return np.zeros(0, np.int32)
-    by_parent = None if (parent[1:] >= parent[:-1]).all() else np.argsort(parent, kind="stable")
+    by_parent = None if all_of(parent[1:] >= parent[:-1]) else np.argsort(parent, kind="stable")
     sorted_parent = parent if by_parent is None else parent[by_parent]
     sorted_size = size if by_parent is None else size[by_parent]
     before = exclusive_cumsum(sorted_size)[:-1]

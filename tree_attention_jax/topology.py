@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.layout import MAX_SLOTS
-from tree_attention_jax._arrays import as_int_vector, exclusive_cumsum, ragged_arange
+from tree_attention_jax._arrays import all_of, as_int_vector, exclusive_cumsum, ragged_arange
 
 __all__ = ["TokenTree"]
 
@@ -299,7 +299,7 @@ class TokenTree:
 
     def _validate(self) -> None:
         kv_len, q_len = self.kv_len, self.q_len
-        if not ((q_len >= 0) & (q_len <= kv_len)).all():
+        if not all_of((q_len >= 0) & (q_len <= kv_len)):
             _reject(kv_len < 0, lambda i: f"kv_len[{i}] is {kv_len[i]}: it must not be negative")
             _reject(q_len < 0, lambda i: f"q_len[{i}] is {q_len[i]}: it must not be negative")
             _reject(
@@ -341,7 +341,7 @@ def _reject(bad: np.ndarray, describe: Any) -> None:
 
 def _check_parent(parent: np.ndarray) -> None:
     nodes = np.arange(len(parent))
-    if ((parent >= -1) & (parent < nodes)).all():
+    if all_of((parent >= -1) & (parent < nodes)):
         return
     _reject(parent < -1, lambda i: f"parent[{i}] is {parent[i]}: a parent is a node index, or -1 for a root")
     _reject(parent == nodes, lambda i: f"parent[{i}] is {i}: a node cannot be its own parent")

@@ -219,20 +219,23 @@ def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, 
     """
     items = np.maximum(items, 1e-9)
     an_sm = items * costs.programs
-    work = (steps * costs.step_us + items * costs.item_us) * costs.programs * (_ceil(an_sm) / an_sm) ** IMBALANCE
+    work = items * (costs.item_us * costs.programs) + steps * (costs.step_us * costs.programs)
+    work *= (_ceil(an_sm) / an_sm) ** IMBALANCE
     # Programs that do not fit at once run in waves; each waits out its own loads.
     fill = an_sm / costs.resident
     waves = _ceil(fill)
     ends = ENDS * costs.item_us * costs.resident
     wave = steps * costs.latency_us / items + ends
     latency = np.maximum(longest * costs.latency_us + ends, wave * waves)
-    reread = steps * costs.step_bytes / profile.l2_bytes_per_us
-    busy = np.maximum(work, memory) + np.minimum(OVERLAP * np.minimum(work, memory), MAX_EXPOSED_US)
-    if waves.max() > 1:
+    exposed = np.minimum(work, memory)
+    exposed *= OVERLAP
+    busy = np.maximum(work, memory) + np.minimum(exposed, MAX_EXPOSED_US)
+    if np.maximum.reduce(waves, axis=None) > 1:
         last = (fill - waves + 1) / fill  # its share of the programs
         waits = (waves > 1) & (fill < waves - 1e-9)
-        busy += LAST_WAVE * np.maximum(wave - busy * last, 0) * waits
-    return profile.launch_us + np.maximum(np.maximum(busy, latency), reread)
+        busy = busy + LAST_WAVE * np.maximum(wave - busy * last, 0) * waits
+    least = np.maximum(latency, steps * costs.step_bytes / profile.l2_bytes_per_us)
+    return profile.launch_us + np.maximum(busy, least)
 
 
 def _ceil(values: Any) -> Any:

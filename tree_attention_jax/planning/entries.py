@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.layout import COUNT_BITS
-from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import any_of, ceil_div, exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
@@ -83,7 +83,7 @@ def _repeats(pieces: Pieces, plain: np.ndarray, num_tiles: int) -> np.ndarray | 
     count = np.bincount(tile, minlength=num_tiles)
     same = np.zeros(num_tiles, bool)
     same[1:] = (count[1:] == count[:-1]) & (count[1:] > 0)
-    if not same.any():
+    if not any_of(same):
         return None
     # The piece at the same place in the tile before, if that has as many.
     node, begin, end = (x.take(plain) for x in (pieces.node, pieces.begin, pieces.end))
@@ -91,7 +91,7 @@ def _repeats(pieces: Pieces, plain: np.ndarray, num_tiles: int) -> np.ndarray | 
     differs = (node != node.take(before)) | (begin != begin.take(before)) | (end != end.take(before))
     differs |= pieces.reserve.take(plain)
     same &= np.bincount(tile, differs, num_tiles) == 0
-    return same if same.any() else None
+    return same if any_of(same) else None
 
 
 def _expand(
@@ -131,7 +131,7 @@ def _expand(
     # Only masked entries say who sees them.
     masked = piece[border:]
     low, high = (rows.take(node).take(masked) for rows in (layout.row_begin, layout.row_end))
-    if pieces.causal.any():
+    if any_of(pieces.causal):
         seen_from = ((layout.row_begin - layout.old_len).take(node) - first_slot).take(masked) + begin[border:]
         low = np.where(pieces.causal.take(masked), ~seen_from, low)
     none = np.zeros(0, np.int32)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import all_of, exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.problem import Problem
 
 
@@ -64,7 +64,7 @@ class Levels:
         # depth the depth-first order survives within each level.
         order = layout.order
         rows = layout.row_end - layout.row_begin
-        if not rows.all():
+        if not all_of(rows):
             order = order[rows.take(order) > 0]
         depth = layout.depth.take(order)
         counts = np.bincount(depth)
