@@ -56,8 +56,9 @@ class SegmentCosts:
 
 
 class LaunchCosts(NamedTuple):
-    """Costs of launches: numbers, or arrays [L]. Like :class:`ShapeTable`, but a step's are those of the launch's steps:
-    of programs that can mask or not, and of whose steps such a share does.
+    """Costs of launches: numbers, or arrays [L].
+
+    As in :class:`ShapeTable`, but a step's are the mean over the launch, in which some steps mask.
     """
 
     block_kv: Any
@@ -130,8 +131,8 @@ class ShapeTable:
 
     def launches(self, launch: Any, masked: Any) -> LaunchCosts:
         """Costs of launches, ``shape * 2 + can_mask`` each, that mask such a share of their steps."""
-        *costs, step_us, masked_step_us, latency_us, masked_latency_us = self._launches.take(launch, axis=1)
-        return LaunchCosts(*costs, step_us + masked * masked_step_us, latency_us + masked * masked_latency_us)
+        costs = self._launches.take(launch, axis=1)
+        return LaunchCosts._make([*costs[:5], *(costs[5:7] + masked * costs[7:])])
 
     @functools.cached_property
     def _launches(self) -> np.ndarray:
@@ -146,8 +147,8 @@ class ShapeTable:
             [
                 *(both(column, column) for column in same),
                 both(self.step_us, self.mixed_step_us),
-                both(nothing, self.masked_step_us - self.mixed_step_us),
                 both(self.latency_us, self.mixed_latency_us),
+                both(nothing, self.masked_step_us - self.mixed_step_us),
                 both(nothing, self.masked_latency_us - self.mixed_latency_us),
             ]
         )

@@ -118,7 +118,7 @@ def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _C
         found.append(np.full(len(every), table.all_in_one()))
         counts += [1] * len(every)
         shape_of.append(every)
-    return _Candidates(exclusive_cumsum(counts)[:-1], np.concatenate(found), np.concatenate(shape_of), twin)
+    return _Candidates(exclusive_cumsum(np.array(counts))[:-1], np.concatenate(found), np.concatenate(shape_of), twin)
 
 
 def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
@@ -156,8 +156,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     pricing = price(problem, costs, blocks, memory, has_partials.take(whose))
     reduction = profile.launch_us + written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
     reduction *= has_partials
-    time = np.bincount(whose, pricing.time)
-    time += reduction
+    time = np.bincount(whose, pricing.time) + reduction
     usual = ~np.logical_or.reduceat(shape != shapes.usual, candidates.first)
     usual &= problem.heads.num_kv_heads > 1
     time *= _factor(usual, time)
