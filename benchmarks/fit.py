@@ -136,12 +136,10 @@ def errors(profile: GpuProfile, launches: list[dict[str, Any]]) -> np.ndarray:
         def column(name: str, rows: list[dict[str, Any]] = rows) -> np.ndarray:
             return np.array([row[name] for row in rows], np.float64)
 
-        cost = shapes.take(np.array([place[tuple(row["tile"])] for row in rows]))
+        launch = np.array([2 * place[tuple(row["tile"])] + (row["can_mask"] > 0) for row in rows])
+        costs = shapes.launches(launch, column("masked"))
         memory = column("tokens") * problem.heads.token_bytes / profile.bytes_per_us
-        can_mask = column("can_mask") > 0
-        us = launch_time(
-            profile, cost, column("steps"), column("items"), column("longest"), memory, can_mask, column("masked")
-        )
+        us = launch_time(profile, costs, column("steps"), column("items"), column("longest"), memory)
         # The model prices a partial once, with the reduction: half of that is this launch writing it.
         us += column("partials") * problem.heads.partial_bytes / 2 / profile.partial_bytes_per_us
         out[indices] = np.log(us / column("us"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import all_of, exclusive_cumsum, ragged_places
 
 if TYPE_CHECKING:
     from tree_attention_jax.topology import TokenTree
@@ -68,46 +68,48 @@ class Layout:
         )
 
 
-def _jumps(parent: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """``(node, ancestor)`` pairs 1, 2, 4, ... levels apart: log2(depth) passes over them sum along any path."""
-    above = parent.astype(np.intp)
-    node = (parent >= 0).nonzero()[0]
-    up, jumps = above.take(node), []
-    while len(node):
-        jumps.append((node, up))
-        above[node] = up = above.take(up)
-        further = (up >= 0).nonzero()[0]
-        node, up = node.take(further), up.take(further)
+def _jumps(parent: np.ndarray) -> list[np.ndarray]:
+    """intp [N + 1] each: ancestors 1, 2, 4, ... levels up, N above the roots, and above N itself.
+
+    log2(depth) passes over them sum along all paths: after each pass a node has twice as many of its ancestors.
+    """
+    above = np.empty(len(parent) + 1, np.intp)
+    above[:-1] = parent
+    np.copyto(above[:-1], len(parent), where=parent < 0)
+    above[-1] = len(parent)
+    jumps = []
+    while above.min() < len(parent):
+        jumps.append(above)
+        above = above.take(above)
     return jumps
 
 
 def _accumulate(parent: np.ndarray, kv_len: np.ndarray, jumps: list) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Depth, tokens of all proper ancestors, and subtree size."""
-    # Both sums along the path in one word: neither reaches 2^31.
-    path = (kv_len.astype(np.int64) + (1 << 32)).take(parent)
-    path[parent < 0] = 0
-    size = np.ones(len(parent))
-    for node, up in jumps:
-        size += np.bincount(up, size.take(node), len(parent))
-        path[node] += path.take(up)
-    return (path >> 32).astype(np.int32), path.astype(np.int32), size.astype(np.int32)
+    path, size = np.zeros(len(parent) + 1, np.int64), np.ones(len(parent) + 1)
+    if jumps:
+        # Both sums along the path in one word: neither reaches 2^31.
+        np.add(kv_len, np.int64(1 << 32), out=path[:-1])
+        path = path.take(jumps[0])
+    for above in jumps:
+        size += np.bincount(above, size)
+        path += path.take(above)
+    return (path[:-1] >> 32).astype(np.int32), path[:-1].astype(np.int32), size[:-1].astype(np.int32)
 
 
 def _preorder(parent: np.ndarray, size: np.ndarray, jumps: list) -> np.ndarray:
     """Depth-first rank: the parent's rank, plus one, plus the subtrees of earlier siblings."""
     if len(parent) == 0:
         return np.zeros(0, np.int32)
-    by_parent = None if (parent[1:] >= parent[:-1]).all() else np.argsort(parent, kind="stable")
+    by_parent = None if all_of(parent[1:] >= parent[:-1]) else np.argsort(parent, kind="stable")
     sorted_parent = parent if by_parent is None else parent[by_parent]
     sorted_size = size if by_parent is None else size[by_parent]
     before = exclusive_cumsum(sorted_size)[:-1]
     eldest = exclusive_cumsum(np.bincount(parent + 1))  # of each parent's children, by -1 for the roots
     before -= before.take(eldest.take(sorted_parent + 1))
-    rank = before
-    if by_parent is not None:
-        rank = np.empty_like(before)
-        rank[by_parent] = before
-    rank += parent >= 0
-    for node, up in jumps:
-        rank[node] += rank.take(up)
-    return rank
+    rank = np.zeros(len(parent) + 1, np.int32)
+    rank[slice(-1) if by_parent is None else by_parent] = before
+    rank[:-1] += parent >= 0
+    for above in jumps:
+        rank += rank.take(above)
+    return rank[:-1]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.layout import MAX_SLOTS
-from tree_attention_jax._arrays import as_int_vector, exclusive_cumsum, ragged_arange
+from tree_attention_jax._arrays import all_of, as_int_vector, exclusive_cumsum, ragged_arange
 
 __all__ = ["TokenTree"]
 
@@ -44,7 +44,7 @@ class TokenTree:
     __slots__ = (
         "_checked",
         "_layout",
-        "_tables",
+        "_offsets",
         "first_slot",
         "kv_len",
         "page_indices",
@@ -92,7 +92,7 @@ class TokenTree:
         else:
             self.first_slot = as_int_vector("first_slot", first_slot, num_nodes)
         self._checked: set[int] = set()
-        self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._offsets: dict[int, np.ndarray] = {}
         self._layout: Any = None
         self._validate()
         for array in (self.parent, self.kv_len, self.q_len, self.first_slot, self.page_indptr, self.page_indices):
@@ -199,10 +199,16 @@ class TokenTree:
         """``(page_indptr, page_indices)``, filled in for a tree that was made without a table."""
         if self.page_indptr is not None and self.page_indices is not None:
             return self.page_indptr, self.page_indices
-        if page_size not in self._tables:
-            indptr = exclusive_cumsum(-(-self.kv_len // page_size))
-            self._tables[page_size] = indptr, np.arange(indptr[-1], dtype=np.int32)
-        return self._tables[page_size]
+        indptr = self.page_offsets(page_size)
+        return indptr, np.arange(indptr[-1], dtype=np.int32)
+
+    def page_offsets(self, page_size: int) -> np.ndarray:
+        """The first array of :meth:`page_table`. In a table filled in, a page's place there is its id."""
+        if self.page_indptr is not None:
+            return self.page_indptr
+        if page_size not in self._offsets:
+            self._offsets[page_size] = exclusive_cumsum(-(-self.kv_len // page_size))
+        return self._offsets[page_size]
 
     def with_pages(self, page_size: int, reserve: int = 0) -> TokenTree:
         """The same tree on consecutive pages of its own, with room for ``reserve`` more tokens in every leaf.
@@ -293,7 +299,7 @@ class TokenTree:
 
     def _validate(self) -> None:
         kv_len, q_len = self.kv_len, self.q_len
-        if not ((q_len >= 0) & (q_len <= kv_len)).all():
+        if not all_of((q_len >= 0) & (q_len <= kv_len)):
             _reject(kv_len < 0, lambda i: f"kv_len[{i}] is {kv_len[i]}: it must not be negative")
             _reject(q_len < 0, lambda i: f"q_len[{i}] is {q_len[i]}: it must not be negative")
             _reject(
@@ -335,7 +341,7 @@ def _reject(bad: np.ndarray, describe: Any) -> None:
 
 def _check_parent(parent: np.ndarray) -> None:
     nodes = np.arange(len(parent))
-    if ((parent >= -1) & (parent < nodes)).all():
+    if all_of((parent >= -1) & (parent < nodes)):
         return
     _reject(parent < -1, lambda i: f"parent[{i}] is {parent[i]}: a parent is a node index, or -1 for a root")
     _reject(parent == nodes, lambda i: f"parent[{i}] is {i}: a node cannot be its own parent")

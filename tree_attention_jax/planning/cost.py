@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,6 +55,21 @@ class SegmentCosts:
     tile_us: np.ndarray
 
 
+class LaunchCosts(NamedTuple):
+    """Costs of launches: numbers, or arrays [L].
+
+    As in :class:`ShapeTable`, but a step's are the mean over the launch, in which some steps mask.
+    """
+
+    block_kv: Any
+    programs: Any
+    resident: Any
+    item_us: Any
+    step_bytes: Any
+    step_us: Any
+    latency_us: Any
+
+
 @dataclass(frozen=True)
 class ShapeTable:
     """Tile shapes and what they cost here, as arrays [S]; microseconds of one SM unless said otherwise.
@@ -64,7 +79,7 @@ class ShapeTable:
         block_kv: tokens a step.
         queries: queries a tile holds.
         programs: programs an item makes (KV heads x parts of a group), over the SMs.
-        slots: programs the GPU runs at once.
+        resident: programs an SM runs at once.
         item_us, step_us, mixed_step_us, masked_step_us: of a program, as in :class:`.TileCost`.
         latency_us, mixed_latency_us, masked_latency_us: of one step, seen by one program.
         step_bytes: K and V of a step, all heads.
@@ -75,7 +90,7 @@ class ShapeTable:
     block_kv: np.ndarray
     queries: np.ndarray
     programs: np.ndarray
-    slots: np.ndarray
+    resident: np.ndarray
     item_us: np.ndarray
     step_us: np.ndarray
     mixed_step_us: np.ndarray
@@ -89,6 +104,10 @@ class ShapeTable:
     masked_token_us: np.ndarray
 
     @functools.cached_property
+    def int_queries(self) -> np.ndarray:
+        return self.queries.astype(np.int32)
+
+    @functools.cached_property
     def segment_costs(self) -> SegmentCosts:
         """What :func:`.segment_times` needs of the shapes."""
         several = self.queries > 1  # a tile of one query needs no masks
@@ -100,19 +119,39 @@ class ShapeTable:
         return SegmentCosts(*(column.astype(np.float32)[:, None] for column in columns))
 
     @functools.cached_property
+    def mask_us(self) -> np.ndarray:
+        """What a token costs more in a program that can mask."""
+        return self.programs * (self.mixed_token_us - self.token_us)
+
+    @functools.cached_property
     def usual(self) -> int:
         """The shape that suits narrow tiles of about any length: of the fewest rows, with the most warps."""
         narrow = [index for index, tile in enumerate(self.tiles) if tile.rows == self.tiles[0].rows]
         return max(narrow, key=lambda index: self.tiles[index].warps)
 
-    def take(self, index: Any) -> ShapeTable:
-        """The same of some shapes, or of one: then scalars."""
-        return ShapeTable(self.tiles, *self._columns.take(index, axis=1))
+    def launches(self, launch: Any, masked: Any) -> LaunchCosts:
+        """Costs of launches, ``shape * 2 + can_mask`` each, that mask such a share of their steps."""
+        costs = self._launches.take(launch, axis=1)
+        return LaunchCosts._make([*costs[:5], *(costs[5:7] + masked * costs[7:])])
 
     @functools.cached_property
-    def _columns(self) -> np.ndarray:
-        """All fields but the first, stacked."""
-        return np.stack([getattr(self, name) for name in self.__dataclass_fields__ if name != "tiles"])
+    def _launches(self) -> np.ndarray:
+        """[9, 2 * S]: of plain and of masked launches of each shape; of steps and latencies, what a masked one adds."""
+
+        def both(plain: np.ndarray, masked: np.ndarray) -> np.ndarray:
+            return np.stack([plain, masked], axis=1).ravel()
+
+        nothing = np.zeros(len(self.tiles))
+        same = (self.block_kv, self.programs, self.resident, self.item_us, self.step_bytes)
+        return np.stack(
+            [
+                *(both(column, column) for column in same),
+                both(self.step_us, self.mixed_step_us),
+                both(self.latency_us, self.mixed_latency_us),
+                both(nothing, self.masked_step_us - self.mixed_step_us),
+                both(nothing, self.masked_latency_us - self.mixed_latency_us),
+            ]
+        )
 
 
 def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:
@@ -154,7 +193,7 @@ def _shapes(profile: GpuProfile, heads: Heads, unit: int, shortest_step: int) ->
         block_kv=block_kv,
         queries=column(lambda tile, cost: tile.queries_per_tile(group)),
         programs=heads.num_kv_heads * parts / profile.num_sms,
-        slots=profile.num_sms * column(lambda tile, cost: resident_programs(heads, tile)),
+        resident=column(lambda tile, cost: resident_programs(heads, tile)),
         item_us=column(lambda tile, cost: cost.item_us) * scale,
         step_us=step_us,
         mixed_step_us=mixed_step_us,
@@ -169,49 +208,35 @@ def _shapes(profile: GpuProfile, heads: Heads, unit: int, shortest_step: int) ->
     )
 
 
-def mean_step_us(shape: ShapeTable, can_mask: Any, masked: Any) -> Any:
-    """Of programs that can mask or not, and of whose steps such a share does."""
-    mixed = shape.mixed_step_us + masked * (shape.masked_step_us - shape.mixed_step_us)
-    return np.where(can_mask, mixed, shape.step_us)
-
-
-def mean_latency_us(shape: ShapeTable, can_mask: Any, masked: Any) -> Any:
-    """The same of a step's latency."""
-    mixed = shape.mixed_latency_us + masked * (shape.masked_latency_us - shape.mixed_latency_us)
-    return np.where(can_mask, mixed, shape.latency_us)
-
-
-def launch_time(
-    profile: GpuProfile, shape: ShapeTable, steps, items, longest, memory, can_mask, masked, latency_us=None
-) -> Any:
-    """Microseconds of launches; all arguments but the first two are numbers, or arrays that broadcast.
+def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, memory) -> Any:
+    """Microseconds of launches; all arguments but the first are numbers, or arrays that broadcast.
 
     Args:
         profile: rates of the GPU.
-        shape: costs of each launch's tile.
+        costs: of the launches.
         steps, items: of all items together.
         longest: steps of the longest item.
         memory: time to read the launch's K/V once.
-        can_mask: whether the programs can mask.
-        masked: share of the steps that do.
-        latency_us: :func:`mean_latency_us` of these, for callers who have it.
     """
-    step_us = mean_step_us(shape, can_mask, masked)
-    an_sm = np.maximum(items * shape.programs, 1e-6)
-    work = (steps * step_us + items * shape.item_us) * shape.programs * (_ceil(an_sm) / an_sm) ** IMBALANCE
+    items = np.maximum(items, 1e-9)
+    an_sm = items * costs.programs
+    work = items * (costs.item_us * costs.programs) + steps * (costs.step_us * costs.programs)
+    work *= (_ceil(an_sm) / an_sm) ** IMBALANCE
     # Programs that do not fit at once run in waves; each waits out its own loads.
-    fill = an_sm * profile.num_sms / shape.slots
+    fill = an_sm / costs.resident
     waves = _ceil(fill)
-    if latency_us is None:
-        latency_us = mean_latency_us(shape, can_mask, masked)
-    ends = ENDS * shape.item_us * (shape.slots / profile.num_sms)
-    wave = steps / np.maximum(items, 1.0) * latency_us + ends
-    latency = np.maximum(longest * latency_us + ends, wave * waves)
-    reread = steps * shape.step_bytes / profile.l2_bytes_per_us
-    busy = np.maximum(work, memory) + np.minimum(OVERLAP * np.minimum(work, memory), MAX_EXPOSED_US)
-    last = (fill - waves + 1) / fill  # its share of the programs
-    busy = busy + np.where((waves > 1) & (fill < waves - 1e-9), LAST_WAVE * np.maximum(wave - busy * last, 0), 0)
-    return profile.launch_us + np.maximum(np.maximum(busy, latency), reread)
+    ends = ENDS * costs.item_us * costs.resident
+    wave = steps * costs.latency_us / items + ends
+    latency = np.maximum(longest * costs.latency_us + ends, wave * waves)
+    exposed = np.minimum(work, memory)
+    exposed *= OVERLAP
+    busy = np.maximum(work, memory) + np.minimum(exposed, MAX_EXPOSED_US)
+    if np.maximum.reduce(waves, axis=None) > 1:
+        last = (fill - waves + 1) / fill  # its share of the programs
+        waits = (waves > 1) & (fill < waves - 1e-9)
+        busy = busy + LAST_WAVE * np.maximum(wave - busy * last, 0) * waits
+    least = np.maximum(latency, steps * costs.step_bytes / profile.l2_bytes_per_us)
+    return profile.launch_us + np.maximum(busy, least)
 
 
 def _ceil(values: Any) -> Any:

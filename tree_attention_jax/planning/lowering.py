@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pallas_kernels.layout import TileClass
-from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_places, ragged_runs
+from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum, ragged_places, ragged_runs
 from tree_attention_jax.planning.entries import Entries, make_entries
 from tree_attention_jax.planning.pieces import cut_into_pieces
 from tree_attention_jax.planning.problem import Problem
@@ -48,7 +48,7 @@ def _row_tiles(problem: Problem, tiling: Tiling) -> Tiling:
     queries = [t.queries_per_tile(problem.heads.group) for t in tiling.tiles]
     step = np.array(queries, np.int32).take(tiling.tile)
     cuts = ceil_div(tiling.row_end - tiling.row_begin, step)
-    if (cuts == 1).all():
+    if all_of(cuts == 1):
         return tiling
     block, nth = ragged_places(cuts)
     row_begin = tiling.row_begin[block] + nth * step[block]
@@ -100,7 +100,7 @@ def _split(tiling: Tiling, total: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
     """``(tile, begin, end)`` of items: tiles with so many token slots, those that exceed their limit in pieces."""
     limit = tiling.max_tokens
     long = (limit > 0) & (total > limit)
-    if not long.any():
+    if not any_of(long):
         return np.arange(len(total)), np.zeros(len(total), np.int32), total
     step = np.array([t.block_kv for t in tiling.tiles], np.int32).take(tiling.tile)
     size = ceil_div(total, np.where(long, ceil_div(total, np.maximum(limit, 1)), 1))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax.planning.cost import ShapeTable, launch_time, mean_step_us, shapes_for
+from tree_attention_jax.planning.cost import ShapeTable, launch_time, shapes_for
 from tree_attention_jax.planning.plan import HostView, TreePlan
 
 
@@ -68,11 +68,10 @@ def launch_times(plan: TreePlan) -> list[LaunchTime]:
     shapes = shapes_for(host.problem)
     times = []
     for launch, load in zip(shape.launches, launch_loads(plan)):
-        cost, can_mask = shapes.take(_nearest(shapes, launch.tile)), launch.tile.masked
+        costs = shapes.launches(2 * _nearest(shapes, launch.tile) + launch.tile.masked, load.masked)
         memory = load.tokens * heads.token_bytes / profile.bytes_per_us
-        step_us = mean_step_us(cost, can_mask, load.masked)
-        work = (load.steps * step_us + load.items * cost.item_us) * cost.programs
-        us = launch_time(profile, cost, load.steps, load.items, load.longest, memory, can_mask, load.masked)
+        work = (load.steps * costs.step_us + load.items * costs.item_us) * costs.programs
+        us = launch_time(profile, costs, load.steps, load.items, load.longest, memory)
         times.append(LaunchTime(launch.tile.name(), load.items, float(work), memory, float(us)))
     if shape.partial_rows:
         memory = host.num_partials * heads.partial_bytes / profile.partial_bytes_per_us

@@ -187,9 +187,7 @@ def _write_items(buffer, items: Items, places: _Places, launch_counts, partial) 
 
 def _new_token_slots(problem: Problem) -> np.ndarray:
     """Cache slot of each query's own token, in query order."""
-    tree, layout, page_size = problem.tree, problem.layout, problem.page_size
+    tree, layout = problem.tree, problem.layout
     node = layout.query_node
     place = (tree.first_slot - layout.position).take(node) + layout.query_position
-    indptr, indices = problem.pages
-    page = place // page_size
-    return (indices.take(indptr.take(node) + page) - page) * page_size + place
+    return problem.slots(problem.first_page.take(node), place)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tree_attention_jax._arrays import all_of
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
 
@@ -43,7 +44,7 @@ def cut_into_pieces(problem: Problem, tiling: Tiling) -> Pieces:
     low, high = layout.row_begin.take(node), layout.row_end.take(node)
     first, last = tiling.row_begin.take(tile), tiling.row_end.take(tile)
     touched = (low < last) & (first < high)
-    if not touched.all():
+    if not all_of(touched):
         tile, node, begin, end, low, high, first, last = (
             x[touched] for x in (tile, node, begin, end, low, high, first, last)
         )
@@ -66,7 +67,7 @@ def cut_into_pieces(problem: Problem, tiling: Tiling) -> Pieces:
         parts.append(_reserve(problem, parts[0]))
     pieces = Pieces.join(parts) if len(parts) > 1 else parts[0]
     filled = pieces.begin < pieces.end
-    if not filled.all():
+    if not all_of(filled):
         pieces = pieces.take(filled.nonzero()[0])
     if len(parts) > 1:
         # Reserved stretches come last in their tile, in the order in which they start to fill.

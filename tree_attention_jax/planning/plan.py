@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,17 +178,16 @@ def plan_tree(
 def plan_of(problem: Problem, tiling: Tiling, strategy: str = "", buckets: Buckets | None = None) -> TreePlan:
     """The plan that runs a tiling."""
     packed = packing.pack(problem, lower(problem, tiling), buckets or Buckets())
-    _, indices = problem.pages
     host = HostView(
         num_queries=problem.layout.num_rows,
-        num_pages=int(indices.max()) + 1 if len(indices) else 0,
+        num_pages=problem.num_pages,
         num_items=packed.num_items,
         num_partials=packed.num_partials,
         strategy=strategy,
         problem=problem,
         buffer=packed.buffer,
     )
-    return TreePlan(jax.device_put(packed.buffer), packed.shape, problem.horizon, problem.sliding_window, host)
+    return TreePlan(jnp.asarray(packed.buffer), packed.shape, problem.horizon, problem.sliding_window, host)
 
 
 def make_problem(
@@ -228,11 +228,16 @@ def make_problem(
         tree=tree,
         layout=tree.layout,
         page_size=page_size,
-        heads=Heads(num_q_heads, num_kv_heads, head_dim, v_head_dim, jnp.dtype(dtype).itemsize),
+        heads=Heads(num_q_heads, num_kv_heads, head_dim, v_head_dim, _itemsize(dtype)),
         horizon=horizon,
         sliding_window=sliding_window,
         profile=profile_for(gpu),
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _itemsize(dtype: Any) -> int:
+    return jnp.dtype(dtype).itemsize
 
 
 _INTEGERS = (int, np.integer)

@@ -53,9 +53,28 @@ class Problem:
     profile: GpuProfile
 
     @functools.cached_property
-    def pages(self) -> tuple[np.ndarray, np.ndarray]:
-        """The forest's page table: offsets by node, and page ids."""
-        return self.tree.page_table(self.page_size)
+    def first_page(self) -> np.ndarray:
+        """Where each node's pages begin in the forest's page table."""
+        return self.tree.page_offsets(self.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the cache must have at least."""
+        indices = self.tree.page_indices
+        if indices is None:
+            return int(self.first_page[-1])
+        return int(indices.max()) + 1 if len(indices) else 0
+
+    def slots(self, first_page: np.ndarray, place: np.ndarray) -> np.ndarray:
+        """Cache slots: of each, where its node's pages begin in the table, and its place among their slots."""
+        page = place // self.page_size
+        ids = first_page + page
+        if self.tree.page_indices is not None:
+            ids = self.tree.page_indices.take(ids)
+        slots = ids - page
+        slots *= self.page_size
+        slots += place
+        return slots
 
     @property
     def unit(self) -> int:

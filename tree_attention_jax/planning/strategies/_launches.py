@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tree_attention_jax.planning.cost import ShapeTable, launch_time, mean_latency_us
+from tree_attention_jax.planning.cost import LaunchCosts, launch_time
 from tree_attention_jax.planning.problem import Problem
 
 MIN_TOKENS = 64
@@ -22,18 +22,13 @@ SHORT_TAIL = 0.2
 
 @dataclass(frozen=True)
 class Blocks:
-    """Equal row tiles, grouped by launch; ``first`` is [L], each launch's first group. Float64 but for ``first``."""
+    """Equal row tiles, grouped by launch. Float64 but for the first two."""
 
-    first: np.ndarray
+    first: np.ndarray  # [L] each launch's first group
+    launch: np.ndarray  # of each group
     count: np.ndarray  # tiles in the group
     tokens: np.ndarray  # of each tile
     rows: np.ndarray
-
-    def launch(self) -> np.ndarray:
-        """The launch of each group."""
-        opens = np.zeros(len(self.tokens), np.intp)
-        opens[self.first[1:]] = 1
-        return np.add.accumulate(opens)
 
 
 @dataclass(frozen=True)
@@ -49,64 +44,71 @@ class Pricing:
     time: np.ndarray
 
 
-def price(
-    problem: Problem, shapes: ShapeTable, blocks: Blocks, memory, can_mask, masked, reduced: np.ndarray
-) -> Pricing:
+def price(problem: Problem, costs: LaunchCosts, blocks: Blocks, memory: np.ndarray, reduced: np.ndarray) -> Pricing:
     """The best limit of every launch.
 
     Args:
         problem: gives heads and rates.
-        shapes: of each launch, [L].
+        costs: of each launch, [L].
         blocks: of all launches.
         memory: [L] time to read the launch's K/V once.
-        can_mask: [L] whether the programs can mask.
-        masked: [L] share of the steps that do.
         reduced: [L] the rows have other partials, so that a split makes no final result partial.
     """
-    profile, launch = problem.profile, blocks.launch()
-    longest = np.maximum.reduceat(blocks.tokens, blocks.first)
-    steps = np.bincount(launch, np.ceil(blocks.tokens / shapes.block_kv.take(launch)) * blocks.count)
-    items = np.bincount(launch, blocks.count)
-    length = _lengths(max(int(longest.max()) - 1, 0).bit_length())
-    more, written = _splits(blocks, launch, length, reduced)
-    most = np.ceil(np.minimum(length, longest) / shapes.block_kv)
-    latency_us = mean_latency_us(shapes, can_mask, masked)
-    time = launch_time(profile, shapes, steps, items + more, most, memory, can_mask, masked, latency_us)
-    worth = most[0] * latency_us > SHORT_TAIL * time[0]
+    profile, first = problem.profile, blocks.first
+    longest = np.maximum.reduceat(blocks.tokens, first)
+    steps = np.add.reduceat(np.ceil(blocks.tokens / costs.block_kv.take(blocks.launch)) * blocks.count, first)
+    length, limits = _lengths(max(int(longest.max()) - 1, 0).bit_length())
+    items, written = _splits(blocks, length, reduced)
+    most = np.ceil(np.minimum(length, longest) / costs.block_kv)
+    time = launch_time(profile, costs, steps, items, most, memory)
+    worth = most[0] * costs.latency_us > SHORT_TAIL * time[0]
+    written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
+    time += written
     split, shorter = time[1:], length[1:]
-    split += written[1:] * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
-    split += np.where(reduced, 0.0, profile.launch_us)
-    split[~(worth & (shorter >= shapes.block_kv) & (shorter < longest))] = np.inf
-    best = time.argmin(axis=0)
-    limit = np.where(best > 0, length[best, 0], 0).astype(np.int32)
-    return Pricing(limit, time.min(axis=0))
+    split += profile.launch_us * ~reduced
+    np.copyto(split, np.inf, where=~(worth & (shorter >= costs.block_kv) & (shorter < longest)))
+    return Pricing(limits.take(time.argmin(axis=0)), np.minimum.reduce(time))
 
 
 @functools.lru_cache(maxsize=64)
-def _lengths(bits: int) -> np.ndarray:
+def _lengths(bits: int) -> tuple[np.ndarray, np.ndarray]:
     """[lengths, 1]: tokens that items may have. Row 0: whole items; others: powers of two, up to so many bits, and what
-    is half way between."""
+    is half way between. And the same as limits: [lengths], 0 for none."""
     shorter = MIN_TOKENS << np.arange(max(bits - (MIN_TOKENS - 1).bit_length(), 0))
-    length = np.concatenate([[np.inf], np.outer(shorter, [1, 1.5]).ravel()])[:, None]
-    length.setflags(write=False)
-    return length
+    limits = np.concatenate([[0], np.outer(shorter, [1, 1.5]).ravel()]).astype(np.int32)
+    length = limits.astype(np.float64)[:, None]
+    length[0] = np.inf
+    for array in (length, limits):
+        array.setflags(write=False)
+    return length, limits
 
 
-def _splits(
-    blocks: Blocks, launch: np.ndarray, length: np.ndarray, reduced: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """[lengths, L] each: items that splitting adds, and partials written that were not written before."""
-    added = np.zeros((2, len(length), len(blocks.first)))
-    long = (blocks.tokens > MIN_TOKENS).nonzero()[0]
-    if len(long) and len(length) > 1:
-        launch, count = launch.take(long), blocks.count.take(long)
+def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[lengths, L] each: items, and partials written that were not written before."""
+    first, launch, count, tokens, rows = blocks.first, blocks.launch, blocks.count, blocks.tokens, blocks.rows
+    long = (tokens > MIN_TOKENS).nonzero()[0]
+    few = 2 * len(long) < len(tokens)  # the others are never split, so need not be looked at
+    if few:
+        items, written = np.empty((len(length), len(first))), np.zeros((len(length), len(first)))
+        items[:] = np.add.reduceat(count, first)
+        if len(long) == 0:
+            return items, written
+        launch, count, tokens, rows = launch.take(long), count.take(long), tokens.take(long), rows.take(long)
         first = starts(launch)
-        pieces = np.maximum(np.ceil(blocks.tokens.take(long) / length), 1)
-        of_block = np.empty((2, *pieces.shape))
-        of_block[0] = (pieces - 1) * count
-        of_block[1] = (pieces - reduced.take(launch)) * (pieces > 1) * (blocks.rows.take(long) * count)
-        added[:, :, launch.take(first)] = np.add.reduceat(of_block, first, axis=2)
-    return added[0], added[1]
+        which = launch.take(first)
+        items[:, which] -= np.add.reduceat(count, first)
+    pieces = np.ceil(tokens / length)
+    np.maximum(pieces, 1, out=pieces)
+    partials = pieces - reduced.take(launch)
+    partials *= pieces > 1
+    partials *= rows * count
+    pieces *= count
+    added = np.add.reduceat(pieces, first, axis=1), np.add.reduceat(partials, first, axis=1)
+    if not few:
+        return added
+    items[:, which] += added[0]
+    written[:, which] = added[1]
+    return items, written
 
 
 def starts(values: np.ndarray) -> np.ndarray:
@@ -115,3 +117,10 @@ def starts(values: np.ndarray) -> np.ndarray:
     new[:1] = True
     np.not_equal(values[1:], values[:-1], out=new[1:])
     return new.nonzero()[0]
+
+
+def spread(first: np.ndarray, length: int) -> np.ndarray:
+    """The group of each of so many elements, if groups begin at ``first``."""
+    opens = np.zeros(length, np.intp)
+    opens[first[1:]] = 1
+    return np.add.accumulate(opens, out=opens)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import all_of, exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.problem import Problem
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Tile i sees nodes ``low[j] .. high[j] - 1`` for each j in its CSR range, one a level."""
+
+    indptr: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    partly: np.ndarray  # bool: some of the tile's rows do not see them
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class Levels:
         # depth the depth-first order survives within each level.
         order = layout.order
         rows = layout.row_end - layout.row_begin
-        if not rows.all():
+        if not all_of(rows):
             order = order[rows.take(order) > 0]
         depth = layout.depth.take(order)
         counts = np.bincount(depth)
@@ -100,35 +111,65 @@ class Levels:
             bounds=bounds,
         )
 
+    @property
+    def sums_size(self) -> int:
+        """Length of prefix sums over all nodes that start anew, with a 0, at each level."""
+        return self.num_nodes + self.depth + self.spans + 1
+
+    @functools.cached_property
+    def sums_at(self) -> np.ndarray:
+        """[spans, 2, I]: where two such sums, end to end, hold those up to the ends of ``bounds``.
+
+        For k = 0 of the children in the first sums, for other k of the descendants k levels down in the second.
+        """
+        places = self.bounds[:-1] + (np.arange(self.spans)[:, None] + self.level.take(self.inner))[:, None]
+        places[0] = places[1]
+        places[1:] += self.sums_size
+        return places
+
     def only_child(self) -> np.ndarray:
         """[I]: the inner nodes' children that have no siblings, as one root under the virtual one has none; else 0."""
         child, end = self.bounds[1]
-        return np.where(end - child == 1, child, 0)
+        return child * (end - child == 1)
 
-    def sum_down(self, values: np.ndarray) -> np.ndarray:
-        """[V, spans, I]: sums of V values over inner node i and its descendants down to k levels below, for each k."""
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """float64 [V, N + 1]: prefix sums of V values of all nodes."""
         prefix = np.zeros((len(values), self.num_nodes + 1))
         np.add.accumulate(values, axis=1, dtype=np.float64, out=prefix[:, 1:])
+        return prefix
+
+    def sum_down(self, prefix: np.ndarray) -> np.ndarray:
+        """[V, spans, I]: sums of V values over inner node i and its descendants down to k levels below, for each k."""
         ends = prefix.take(self.bounds[:-1], axis=1)
         return np.add.accumulate(ends[:, :, 1] - ends[:, :, 0], axis=1)
 
     def nodes_of_tiles(
-        self, row0: np.ndarray, row1: np.ndarray, first: np.ndarray, last: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Which nodes of the levels ``first .. last`` the rows ``row0 .. row1 - 1`` see.
+        self, row0: np.ndarray, row1: np.ndarray, top: np.ndarray, below: np.ndarray, span: np.ndarray
+    ) -> Seen:
+        """Which nodes tiles walk, ``below .. span`` levels below their segments' tops.
 
-        Returns:
-            ``(pair_indptr, low, high)``: tile i sees nodes ``low[j] .. high[j] - 1`` for each j in its CSR range, one a
-            level.
+        Args:
+            row0, row1: the tiles' rows, all of them below the top.
+            top, below, span: of each tile's segment.
         """
-        pairs = last - first + 1
+        pairs = span + 1 - below
         indptr = exclusive_cumsum(pairs)
         tile, nth = ragged_places(pairs)
-        level = first.take(tile) + nth
-        # Within a level rows ascend, so over all levels (level, row) does.
-        stride = int(self.row_end[0]) + 1
-        above = self.level * stride
-        level *= stride
-        low = np.searchsorted(above + self.row_end, level + row0.take(tile), "right")
-        high = np.searchsorted(above + self.row_begin, level + row1.take(tile), "left")
-        return indptr, low, high
+        low = top.take(tile)
+        high, partly = low + 1, np.zeros(len(low), bool)
+        # The top itself is seen by all rows; the others are searched for.
+        down = below.take(tile) + nth
+        deeper = down.nonzero()[0]
+        if len(deeper):
+            tile = tile.take(deeper)
+            row0, row1 = row0.take(tile), row1.take(tile)
+            # Within a level rows ascend, so over all levels (level, row) does.
+            stride = int(self.row_end[0]) + 1
+            above, level = self.level * stride, (self.level.take(top).take(tile) + down.take(deeper)) * stride
+            first = np.searchsorted(above + self.row_end, level + row0, "right")
+            last = np.searchsorted(above + self.row_begin, level + row1, "left")
+            low[deeper], high[deeper] = first, last
+            partly[deeper] = last - first > 1
+            alone = np.minimum(first, self.num_nodes - 1)  # there may be none, at the end of the last level
+            partly[deeper] |= (self.row_begin.take(alone) > row0) | (self.row_end.take(alone) < row1)
+        return Seen(indptr, low, high, partly)

@@ -31,24 +31,20 @@ def _choose(levels: Levels, inner_time: np.ndarray, leaf_time: np.ndarray, parti
     time = inner_time + partial.take(inner)
     # Segments that reach from a root, or from the virtual root, to the deepest leaf below write final results.
     roots = levels.inner_begin[2]
-    final = np.where(levels.bounds[1:, 0, :roots] == levels.bounds[1:, 1, :roots], partial.take(inner[:roots]), 0)
+    final = (levels.bounds[1:, 0, :roots] == levels.bounds[1:, 1, :roots]) * partial.take(inner[:roots])
     time[BELOW, :, 0] -= final[:, 0]
     time[FROM, :, 1:roots] -= final[:, 1:]
     own_time = time[FROM, 0].copy()
     time[BELOW, 0] = 0
+    time[FROM, 0] = np.inf  # until the best below is known
 
     leaf_partial = partial.take(leaf)
     leaf_partial[: levels.begin[2] - roots] = 0  # leaves that are roots
     value = np.zeros((2, levels.num_nodes))
     value[FROM, leaf] = leaf_time + leaf_partial
-    # Prefix sums of the values start anew at each level: then sums over a level's stretch are differences. Wanted are
-    # the sums over descendants k levels down of their values below them; for k = 0, of the children's values from them.
-    size = levels.num_nodes + depth + spans + 1
-    sums = np.zeros((2, size))
-    flat = sums.reshape(-1)
-    ends = levels.bounds[:-1] + (np.arange(spans)[:, None] + levels.level.take(inner))[:, None]
-    ends[0] = ends[1]
-    ends[1:] += size
+    # Prefix sums of the values, which start anew at each level: then sums over a level's stretch are differences.
+    sums = np.zeros((2, levels.sums_size))
+    flat, ends = sums.reshape(-1), levels.sums_at
     for level in reversed(range(depth - 1)):
         first, last = levels.begin[level + 1], levels.begin[level + 2]
         np.add.accumulate(value[:, first:last], axis=1, out=sums[:, first + level + 2 : last + level + 2])
@@ -56,15 +52,22 @@ def _choose(levels: Levels, inner_time: np.ndarray, leaf_time: np.ndarray, parti
         reach, at = min(spans, depth - level), inner[here]
         under, options = flat.take(ends[:reach, :, here]), time[:, :reach, here]
         options += under[:, 1] - under[:, 0]
-        value[BELOW, at] = below = np.minimum.reduce(options[BELOW])
-        np.add(own_time[here], below, out=options[FROM, 0])
-        value[FROM, at] = np.minimum.reduce(options[FROM])
+        longer, below = np.minimum.reduce(options, axis=1)
+        value[BELOW, at] = below
+        alone = np.add(own_time[here], below, out=options[FROM, 0])
+        value[FROM, at] = np.minimum(longer, alone)
     return time.argmin(axis=1)
 
 
 def _trace(table: SegmentTable, chosen: np.ndarray) -> np.ndarray:
     """Top-down: follow the choices from the virtual root."""
     levels = table.levels
+    # Often one segment holds everything, from the virtual root on or from the only root.
+    last = levels.depth - 1
+    if chosen[BELOW, 0] == last:
+        return np.array([table.place(BELOW, last, 0)])
+    if last > 1 and levels.begin[2] == 2 and chosen[BELOW, 0] == 0 and chosen[FROM, 1] == last - 1:
+        return np.array([table.place(FROM, last - 1, 1)])
     inner, above = levels.inner, levels.above.take(levels.inner)
     # How many levels the segment that a node is in goes on below it; if none, the one that begins right below it.
     left = np.full(len(inner), levels.depth)

@@ -67,7 +67,7 @@ class SegmentTable:
     alone: np.ndarray  # bool [F]: one node, with its own tokens
     sums: Sums
     exact: np.ndarray  # [4, F] the same, but with own tokens that are not rounded up to entries
-    tokens: np.ndarray  # [N] of each node, with the idle ones of its entries
+    token_sums: np.ndarray  # [N + 1] prefix sums of the nodes' tokens, with the idle ones of their entries
 
     @staticmethod
     def of(levels: Levels, unit: int) -> SegmentTable:
@@ -81,19 +81,20 @@ class SegmentTable:
         padded = ceil_div(levels.tokens, unit) * unit
         values = np.empty((2, levels.num_nodes), np.float32)  # tokens, and extra
         # Short runs will get entries of one token (:func:`.entries._units`).
-        values[0] = np.where(2 * levels.tokens < padded, levels.tokens, padded)
+        values[0] = padded
+        np.copyto(values[0], levels.tokens, where=2 * levels.tokens < padded)
         np.multiply(values[0], rows - 1, out=values[1])
         exact = np.empty((4, len(top)), np.float32)
         exact[0] = rows.take(top)
         totals = exact[1:3]
         totals[:, : len(leaf)] = values.take(leaf, axis=1)
         from_it, below_it = totals[:, len(leaf) :].reshape(2, 2, -1).swapaxes(0, 1)
-        from_it[:] = levels.sum_down(values).reshape(2, -1).take(pairs, axis=1)
+        prefix = levels.sums(values)
+        from_it[:] = levels.sum_down(prefix).reshape(2, -1).take(pairs, axis=1)
         np.subtract(from_it, from_it.take(place, axis=1), out=below_it)
-        own, exact[3] = values[0].take(top), levels.tokens.take(top)
-        child = levels.only_child().take(place)
-        own[-len(pairs) :] = np.where(child > 0, values[0].take(child), 0)
-        exact[3, -len(pairs) :] = np.where(child > 0, levels.tokens.take(child), 0)
+        whole = top.copy()  # the node that all rows of the segment see whole; the virtual root stands for none
+        whole[-len(pairs) :] = levels.only_child().take(place)
+        own, exact[3] = values[0].take(whole), levels.tokens.take(whole)
         alone = np.zeros(len(top), bool)
         alone[: levels.num_nodes] = True  # the leaves, and span 0 from each inner node
         return SegmentTable(
@@ -105,12 +106,16 @@ class SegmentTable:
             alone=alone,
             sums=Sums(rows=exact[0], total=exact[1], extra=exact[2], own=own),
             exact=exact,
-            tokens=values[0],
+            token_sums=prefix[0],
         )
 
     def below(self, place: np.ndarray) -> np.ndarray:
         """bool: segments without their top's own tokens."""
         return place >= len(self.top) - len(self.pairs)
+
+    def all_in_one(self) -> int:
+        """Place of the segment that holds everything, if segments may span as many levels."""
+        return self.place(BELOW, self.levels.depth - 1, 0)
 
     def place(self, state: int, span: Any, inner: Any) -> Any:
         """Of inner nodes' segments in the table, by the node's place among the inner nodes."""
@@ -120,7 +125,8 @@ class SegmentTable:
         """Times of all segments as [2, spans, I], without end for pairs that are not listed, and [leaves]."""
         levels = self.levels
         num_leaves = len(levels.leaf)
-        inner = np.full((2, levels.spans * len(levels.inner)), np.inf)
+        inner = np.empty((2, levels.spans * len(levels.inner)))
+        inner.fill(np.inf)
         inner[:, self.pairs] = time[num_leaves:].reshape(2, -1)
         return inner.reshape(2, levels.spans, -1), time[:num_leaves]
 

@@ -36,10 +36,10 @@ from tree_attention_jax._arrays import exclusive_cumsum, ragged_places, ragged_r
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
-from tree_attention_jax.planning.strategies._launches import Blocks, price, starts
+from tree_attention_jax.planning.strategies._launches import Blocks, price, spread, starts
 from tree_attention_jax.planning.strategies._levels import Levels
 from tree_attention_jax.planning.strategies._segmentation import cheapest
-from tree_attention_jax.planning.strategies._segments import BELOW, SegmentTable, segment_times
+from tree_attention_jax.planning.strategies._segments import SegmentTable, segment_times
 from tree_attention_jax.planning.tiling import Tiling
 
 # Candidates that are cut into tiles: so many at most, and none whose estimate is so many times the best one.
@@ -68,36 +68,32 @@ def auto(problem: Problem) -> Tiling:
         return make_tiling(problem, none, none, np.zeros(1, np.int32), none, none, none)
     table = SegmentTable.of(Levels.of(problem, MAX_SPAN), problem.unit)
     shapes = shapes_for(problem, SHORTEST_STEP)
-    finalists = _finalists(problem, table, shapes, _candidates(problem, table, shapes))
-    emitted = [_emit(problem, table, plan, shapes) for plan in finalists]
-    return min(emitted, key=lambda one: one.time).tiling
+    return _emit(problem, table, shapes, _finalists(problem, table, shapes, _candidates(problem, table, shapes)))
 
 
 @dataclass(frozen=True)
 class _Candidates:
     """Segmentations, one after the other: [M] segments of all."""
 
-    owner: np.ndarray  # the segmentation
+    first: np.ndarray  # each one's first segment
     segments: np.ndarray  # places in the table
     shape: np.ndarray
+    twin: int  # a segmentation that is the same as the first one; 0: none
 
 
 @dataclass(frozen=True)
-class _Finalist:
-    """A candidate, with what was decided of it."""
+class _Finalists:
+    """A few candidates, one after the other, each by launch: [M] segments and [L] launches of all."""
 
-    segments: np.ndarray  # places in the table
-    tiles: np.ndarray  # of each segment
-    launch: np.ndarray  # of each segment: shape * 2 + masked
-    memory: np.ndarray  # by launch in use: time to read its K/V once
-    reduction: float  # time of the partials that its segments write, and of the launch that merges them
-    usual: bool  # it has no other shape than the usual one
-
-
-@dataclass(frozen=True)
-class _Emitted:
-    tiling: Tiling
-    time: float
+    segments: np.ndarray  # [M] places in the table
+    tiles: np.ndarray  # [M] of each segment
+    first: np.ndarray  # [L] each launch's first segment
+    whose: np.ndarray  # [L] the candidate that a launch is of
+    launch: np.ndarray  # [L] shape * 2 + masked
+    memory: np.ndarray  # [L] time to read its K/V once
+    ranks: list[int]  # the candidates, best estimate first
+    reduction: np.ndarray  # of all candidates: time of the partials that they write, and of the launch that merges them
+    usual: np.ndarray  # of all candidates: they have no other shape than the usual one
 
 
 def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _Candidates:
@@ -106,7 +102,7 @@ def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _C
     time = segment_times(problem, shapes, table.sums, table.alone)
     partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
 
-    best = cheapest(table, time.min(axis=0), partial)
+    best = cheapest(table, np.minimum.reduce(time), partial)
     shape = time.take(best, axis=1).argmin(axis=0)
     found, shape_of, counts = [best], [shape], [len(best)]
     used = np.bincount(shape).nonzero()[0]
@@ -114,119 +110,149 @@ def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _C
         found.append(cheapest(table, time[index], partial))
         counts.append(len(found[-1]))
         shape_of.append(np.full(counts[-1], index))
+    twin = 0
     if levels.depth <= levels.spans:
         every = np.arange(len(shapes.tiles))
-        found.append(np.full(len(every), table.place(BELOW, levels.depth - 1, 0)))
+        if len(best) == 1 and levels.depth > 2:
+            twin = len(counts) + int(shape[0])
+        found.append(np.full(len(every), table.all_in_one()))
         counts += [1] * len(every)
         shape_of.append(every)
-    return _Candidates(np.arange(len(counts)).repeat(counts), np.concatenate(found), np.concatenate(shape_of))
+    return _Candidates(exclusive_cumsum(np.array(counts))[:-1], np.concatenate(found), np.concatenate(shape_of), twin)
 
 
-def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> list[_Finalist]:
+def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
     """Those with the least time as a whole, by the estimate: launches with their tails, partials and the reduction."""
-    num_shapes, profile = len(shapes.tiles), problem.profile
-    owner, segments, shape = candidates.owner, candidates.segments, candidates.shape
+    num_kinds, profile = 2 * len(shapes.tiles), problem.profile
+    segments, shape = candidates.segments, candidates.shape
+    owner = spread(candidates.first, len(segments))
     sums = table.pick(segments)
     queries = shapes.queries.take(shape)
     rows, tiles = np.minimum(sums.rows, queries), sums.tiles(queries)
     walked = sums.walked(queries, tiles)
-    can_mask = ~table.alone.take(segments) & (rows > 1)  # a single row sees all that its tile walks
-    key = _launch_keys(problem, shapes, owner * num_shapes + shape, can_mask, walked)
-    order = np.argsort(key, kind="stable")
-    sorted_key = key.take(order)
-    first = starts(sorted_key)
-    whose, launch = np.divmod(sorted_key.take(first), 2 * num_shapes)
-    blocks = Blocks(first, tiles.take(order), (walked / tiles).take(order), rows.take(order))
-    memory = np.add.reduceat(sums.total.take(order), first) * (problem.heads.token_bytes / profile.bytes_per_us)
-    written = np.bincount(owner, weights=sums.rows)
-    has_partials = written > problem.layout.num_rows  # some row has several segments
-    masked = (sums.masked(tiles, walked) * can_mask).take(order)
-    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked.take(order), first), 1)
-    pricing = price(problem, shapes.take(launch // 2), blocks, memory, launch % 2 == 1, share, has_partials[whose])
-    total = np.bincount(whose, weights=pricing.time)
-    partial_us = problem.heads.partial_bytes / profile.partial_bytes_per_us
-    reduction = np.where(has_partials, profile.launch_us + written * partial_us, 0)
-    total += reduction
-    unusual = np.maximum.reduceat(shape != shapes.usual, starts(owner))
-    unusual |= problem.heads.num_kv_heads == 1
-    total *= np.where(unusual | (total > SMALL_US), 1 + NEARLY, 1)
-
-    def finalist(which: int) -> _Finalist:
-        mine, ours = (owner == which).nonzero()[0], (whose == which).nonzero()[0]
-        return _Finalist(
-            segments=segments.take(mine),
-            tiles=tiles.take(mine).astype(np.int32),
-            launch=key.take(mine) % (2 * num_shapes),
-            memory=memory.take(ours),
-            reduction=float(reduction[which]),
-            usual=not unusual[which],
+    can_mask = rows > 1  # a single row sees all that its tile walks
+    can_mask &= ~table.alone.take(segments)
+    masked = sums.masked(tiles, walked)
+    masked *= can_mask
+    key = _launch_keys(problem, shapes, owner * num_kinds + 2 * shape, can_mask, shape, walked)
+    if len(key) > len(candidates.first):  # else each launch has one segment, and they are in order
+        order = np.argsort(key, kind="stable")
+        segments, tiles, walked, rows, masked, key, total = (
+            column.take(order) for column in (segments, tiles, walked, rows, masked, key, sums.total)
         )
+    else:
+        total = sums.total
+    first = starts(key)
+    of_launch = key.take(first)
+    whose = of_launch // num_kinds
+    launch = of_launch - whose * num_kinds
+    place = spread(first, len(key))
+    blocks = Blocks(first, place, tiles, walked / tiles, rows)
+    memory = np.add.reduceat(total, first) * (problem.heads.token_bytes / profile.bytes_per_us)
+    written = np.bincount(owner, sums.rows)
+    has_partials = written > problem.layout.num_rows  # some row has several segments
+    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked, first), 1)
+    costs = shapes.launches(launch, share)
+    pricing = price(problem, costs, blocks, memory, has_partials.take(whose))
+    reduction = profile.launch_us + written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
+    reduction *= has_partials
+    time = np.bincount(whose, pricing.time) + reduction
+    usual = ~np.logical_or.reduceat(shape != shapes.usual, candidates.first)
+    usual &= problem.heads.num_kv_heads > 1
+    time *= _factor(usual, time)
 
-    best = np.argsort(total, kind="stable")[: FINALISTS if problem.layout.num_rows < MANY_ROWS else 1]
-    return [finalist(which) for which in best[total.take(best) <= NO_HOPE * total[best[0]]].tolist()]
+    best = time.argsort(kind="stable")[: FINALISTS if problem.layout.num_rows < MANY_ROWS else 1]
+    ranks = best[time.take(best) <= NO_HOPE * time[best[0]]]
+    stays = np.zeros(len(time), bool)
+    stays[ranks] = True
+    if candidates.twin and stays[0]:
+        stays[candidates.twin] = False
+    ours = stays.take(whose)
+    mine, ours = ours.take(place).nonzero()[0], ours.nonzero()[0]
+    return _Finalists(
+        segments=segments.take(mine),
+        tiles=tiles.take(mine).astype(np.intp),
+        first=mine.searchsorted(first.take(ours)),
+        whose=whose.take(ours),
+        launch=launch.take(ours),
+        memory=memory.take(ours),
+        ranks=[which for which in ranks.tolist() if stays[which]],
+        reduction=reduction,
+        usual=usual,
+    )
+
+
+def _factor(usual: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """What the time of candidates is multiplied by before they are compared: see ``NEARLY``."""
+    return 1 + NEARLY * (~usual | (time > SMALL_US))
+
+
+def _is_tiny(problem: Problem) -> bool:
+    slots = problem.tree.num_nodes * problem.unit  # beside those of the tokens
+    return slots <= FEW_SLOTS and slots + int(problem.tree.kv_len.sum()) <= FEW_SLOTS
 
 
 def _launch_keys(
-    problem: Problem, shapes: ShapeTable, key: np.ndarray, can_mask: np.ndarray, walked: np.ndarray
+    problem: Problem, shapes: ShapeTable, key: np.ndarray, can_mask: np.ndarray, shape: np.ndarray, walked: np.ndarray
 ) -> np.ndarray:
-    """``key`` * 2 + can_mask: masked and plain items run as launches of their own, as a mask costs registers and time.
+    """``key`` + can_mask: masked and plain items run as launches of their own, as a mask costs registers and time.
 
     Unless that is not much more than the launch of the plain ones would cost.
     """
-    shape = key % len(shapes.tiles)
-    costs_us = (shapes.programs * (shapes.mixed_token_us - shapes.token_us))[shape] * walked
-    has_masked = np.bincount(key, weights=can_mask) > 0
-    cheap = np.bincount(key, weights=costs_us * ~can_mask) < SPLIT * problem.profile.launch_us
-    return key * 2 + (can_mask | (has_masked & cheap).take(key))
+    has_masked = np.bincount(key, can_mask) > 0
+    costs_us = shapes.mask_us.take(shape) * walked
+    costs_us *= ~can_mask
+    cheap = np.bincount(key, costs_us) < SPLIT * problem.profile.launch_us
+    return key + (can_mask | (has_masked & cheap).take(key))
 
 
-def _emit(problem: Problem, table: SegmentTable, plan: _Finalist, shapes: ShapeTable) -> _Emitted:
-    """One block a row tile of each segment; now that the tiles are known, they are priced, and split limits are set."""
-    levels, step = table.levels, shapes.queries.astype(np.int32).take(plan.launch // 2)
-    owner, nth = ragged_places(plan.tiles)
-    by_launch = np.argsort(plan.launch.take(owner), kind="stable")
-    owner, nth = owner.take(by_launch), nth.take(by_launch)
-    launch, segments = plan.launch.take(owner), plan.segments.take(owner)
-    top, step = table.top.take(segments), step.take(owner)
-    row0 = levels.row_begin.take(top) + nth * step
-    row1 = np.minimum(row0 + step, levels.row_end.take(top))
-    level = levels.level.take(top)
-    pairs, low, high = levels.nodes_of_tiles(
-        row0, row1, level + table.below(segments), level + table.span.take(segments)
-    )
-    counts = high - low
-    run_indptr = exclusive_cumsum(counts).take(pairs)
-    place = ragged_runs(low, counts)
-    node = levels.node.take(place)
+def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Finalists) -> Tiling:
+    """One block a row tile of each segment; now that the tiles are known, they are priced, and split limits are set.
+
+    All finalists are cut and priced together: there is less to compute than there are NumPy calls to make.
+    """
+    levels = table.levels
+    kind = plans.launch // 2
+    offset = exclusive_cumsum(plans.tiles)
+    first = offset.take(plans.first)  # each launch's first tile
+    owner, nth = ragged_places(plans.tiles)
+    top = table.top.take(plans.segments)
+    of_tile = spread(first, len(owner))
+    step = shapes.int_queries.take(kind).take(of_tile)
+    row0 = levels.row_begin.take(top).take(owner) + nth * step
+    row1 = np.minimum(row0 + step, levels.row_end.take(top).take(owner))
+    begins_below, span = table.below(plans.segments).astype(np.int32), table.span.take(plans.segments)
+    seen = levels.nodes_of_tiles(row0, row1, top.take(owner), begins_below.take(owner), span.take(owner))
     # Tokens of each tile, and those of them that not all of its rows see.
-    tile = np.arange(len(row0)).repeat(run_indptr[1:] - run_indptr[:-1])
-    partly = (levels.row_begin.take(place) > row0.take(tile)) | (levels.row_end.take(place) < row1.take(tile))
-    before = np.zeros((2, len(place) + 1))
-    before[0, 1:] = table.tokens.take(place)
-    np.multiply(before[0, 1:], partly, out=before[1, 1:])
+    before = np.zeros((2, len(seen.low) + 1))
+    before[0, 1:] = table.token_sums.take(seen.high) - table.token_sums.take(seen.low)
+    np.multiply(before[0, 1:], seen.partly, out=before[1, 1:])
     np.add.accumulate(before, axis=1, out=before)
-    upto = before.take(run_indptr, axis=1)
+    upto = before.take(seen.indptr, axis=1)
     tokens, masked = upto[:, 1:] - upto[:, :-1]
-    first = starts(launch)  # the launches in use, in order
-    which = launch.take(first)
-    blocks = Blocks(first, np.ones(len(launch)), tokens, (row1 - row0).astype(np.float64))
+    blocks = Blocks(first, of_tile, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
     share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(tokens, first), 1)
-    reduced = np.full(len(first), plan.reduction > 0)
-    pricing = price(problem, shapes.take(which // 2), blocks, plan.memory, which % 2 == 1, share, reduced)
-    limit, kind = pricing.limit, blocks.launch()
-    time = float(pricing.time.sum()) + plan.reduction
-    if not plan.usual or time > SMALL_US:
-        time *= 1 + NEARLY
-    tiling = Tiling(
-        row_begin=row0,
-        row_end=row1,
-        run_indptr=run_indptr,
+    reduced = plans.reduction.take(plans.whose) > 0
+    pricing = price(problem, shapes.launches(plans.launch, share), blocks, plans.memory, reduced)
+    time = np.bincount(plans.whose, pricing.time, len(plans.reduction)) + plans.reduction
+    time *= _factor(plans.usual, time)
+
+    winner = min(plans.ranks, key=time.tolist().__getitem__)
+    launches = (plans.whose == winner).nonzero()[0]
+    begin, end = first[launches[0]], first[launches[-1] + 1] if launches[-1] + 1 < len(first) else len(row0)
+    which = of_tile[begin:end]
+    indptr = seen.indptr[begin : end + 1]
+    low, counts = (x[indptr[0] : indptr[-1]] for x in (seen.low, seen.high - seen.low))
+    node = levels.node.take(ragged_runs(low, counts))
+    return Tiling(
+        row_begin=row0[begin:end],
+        row_end=row1[begin:end],
+        run_indptr=exclusive_cumsum(counts).take(indptr - indptr[0]),
         node=node,
         begin=np.zeros(len(node), np.int32),
         end=problem.tree.kv_len.take(node),
-        tile=kind.astype(np.int32),
-        max_tokens=limit.take(kind),
-        tiles=tuple(shapes.tiles[index // 2] for index in which.tolist()),
-        uniform=problem.tree.num_nodes * problem.unit + int(problem.tree.kv_len.sum()) <= FEW_SLOTS,
+        tile=(which - launches[0]).astype(np.int32),
+        max_tokens=pricing.limit.take(which),
+        tiles=tuple(shapes.tiles[index] for index in kind.take(launches).tolist()),
+        uniform=_is_tiny(problem),
     )
-    return _Emitted(tiling, time)
