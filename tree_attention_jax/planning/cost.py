@@ -155,7 +155,7 @@ class ShapeTable:
 
 
 def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:
-    """The profile's shapes with steps of so many tokens at least.
+    """The profile's shapes: all, or those to choose from that have steps of so many tokens at least.
 
     Costs grow with the head dim, and a group never spans more tiles than it must.
     """
@@ -166,15 +166,14 @@ def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:
 def _shapes(profile: GpuProfile, heads: Heads, unit: int, shortest_step: int) -> ShapeTable:
     scale = (heads.head_dim + heads.v_head_dim) / 256
     cost_of: dict[TileClass, TileCost] = {}
-    # Fewer warps for the same tile pay where a single KV head leaves SMs idle. With more heads they would gain 3% in
-    # one of 85 trees, and be one more program that a growing tree meets.
-    most_warps = {(cost.rows, cost.block_kv): cost.warps for cost in sorted(profile.tiles, key=lambda cost: cost.warps)}
     for cost in profile.tiles:
-        if cost.block_kv < shortest_step:
-            continue
-        if shortest_step and heads.num_kv_heads > 1 and cost.warps < most_warps[cost.rows, cost.block_kv]:
-            continue
-        cost_of.setdefault(fitted(heads, cost, unit), cost)
+        if cost.block_kv >= shortest_step:
+            cost_of.setdefault(fitted(heads, cost, unit), cost)
+    if shortest_step and heads.num_kv_heads > 1:
+        # Fewer warps for the same tile pay where a single KV head leaves SMs idle. With more heads they would gain 3%
+        # in one of 85 trees, and be one more program that a growing tree meets.
+        most = {(tile.rows, tile.block_kv): tile.warps for tile in sorted(cost_of, key=lambda tile: tile.warps)}
+        cost_of = {tile: cost for tile, cost in cost_of.items() if tile.warps == most[tile.rows, tile.block_kv]}
     tiles = sorted(cost_of, key=lambda tile: (tile.rows, tile.block_kv, tile.warps, tile.stages))
     group = heads.group
 
