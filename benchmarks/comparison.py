@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+# What an H200 copies (`benchmarks.harness.copy_rate`): physical floors are told at this rate.
+COPY_BYTES_PER_US = 4.27e6
+
 
 @dataclass(frozen=True)
 class PeerTime:

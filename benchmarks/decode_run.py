@@ -112,7 +112,8 @@ class Run:
         total = StepStatistics.total(decoder.statistics)
         middle = trees[len(trees) // 2]
         attention = _unless_it_fails("attention", lambda: _attention_seconds(decoder, middle, self.implementation))
-        idle = jax.default_backend() == "gpu" and _unless_it_fails("idle time", lambda: self.idle_share(decoder))
+        on_gpu = jax.default_backend() == "gpu"
+        idle = _unless_it_fails("idle time", lambda: self.idle_share(decoder)) if on_gpu else None
         read, saved = total.kv_bytes_read, total.kv_bytes_saved
         if self.reads_apart:
             read, saved = read + saved, 0
@@ -128,7 +129,7 @@ class Run:
             "plan_share": round(total.plan_seconds / seconds, 4),
             "device_ms_per_step": round(1e3 * total.device_seconds / steps, 4),
             "nothing_queued_share": round(max(0.0, 1 - total.device_seconds / seconds), 4),
-            "device_idle_share": round(idle, 4) if idle else None,
+            "device_idle_share": round(idle, 4) if idle is not None else None,
             "attention_ms_per_step": round(1e3 * attention, 4) if attention else None,
             "attention_at": "middle",
             "attention_share": round(attention * steps / seconds, 4) if attention else None,

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.comparison import COPY_BYTES_PER_US
 from tree_attention_jax import TokenTree
 from tree_attention_jax.reference import dense_tree_attention
 
@@ -261,7 +262,7 @@ def floor_us(
     heads: tuple[int, int],
     head_dim: int = 128,
     itemsize: int = 2,
-    bytes_per_us: float = 4.27e6,
+    bytes_per_us: float = COPY_BYTES_PER_US,
     flops_per_us: float = 790e6,
 ) -> float:
     """No kernel is faster: unique K/V bytes over the copy rate, or the FLOP over the matrix rate."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.comparison import PeerTime, fastest, key_of, peer_times
+from benchmarks.comparison import COPY_BYTES_PER_US, PeerTime, fastest, key_of, peer_times
 from benchmarks.plots import quote
 
 # suite -> its title in docs/performance.md, and what its last column shows of a row
@@ -19,8 +19,6 @@ SUITES: dict[str, tuple[str, str | None]] = {
     "pat": ("PAT's trees", None),
     "odd": ("Odd trees", None),
 }
-# What an H200 copies in a second (`benchmarks.harness.copy_rate`).
-COPY_BYTES = 4.27e12
 COLUMNS = {
     "tflops": "TFLOP/s",
     "longest_tflops": "TFLOP/s of the longest launch",
@@ -144,7 +142,7 @@ def decode_table(report: dict[str, Any]) -> str:
         f"Whole decoding steps of a model with random weights ({quote(rows[0])}; bf16, planning included, a plan every "
         f"{rows[0]['horizon']} steps). *Attention* is timed alone, on the tree in the middle of the run, or at its end "
         "where it says so; *K/V* is the time to read each token's K/V once, over all layers, at "
-        f"{COPY_BYTES / 1e12:.2f} TB/s.",
+        f"{COPY_BYTES_PER_US / 1e6:.2f} TB/s.",
         "",
         "| workload | model | strategy | steps/s | tokens/s | attention, ms a step | of the step | K/V, ms a step "
         "| GPU idle | plan, ms a step |",
@@ -154,7 +152,7 @@ def decode_table(report: dict[str, Any]) -> str:
         where = " (end)" if row.get("attention_at") == "end" else ""
         attention = f"{_number(row['attention_ms_per_step'])}{where} | {_share(row['attention_share'])}"
         shared = row["kv_gb_saved"] > 0  # else the bytes of a token count once for each sequence
-        kv_ms = f"{row['kv_gb_read'] * 1e12 / row['steps'] / COPY_BYTES:.1f}" if shared else "-"
+        kv_ms = f"{row['kv_gb_read'] * 1e6 / row['steps'] / COPY_BYTES_PER_US:.1f}" if shared else "-"
         lines.append(
             f"| {row['workload']} | {row['model']} | {row['strategy']} | {row['steps_per_s']:.1f} "
             f"| {row['tokens_per_s']:.0f} | {attention} | {kv_ms} | {_share(row['device_idle_share'])} "
