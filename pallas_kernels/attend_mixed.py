@@ -15,19 +15,25 @@ import jax
 from pallas_kernels import layout as lo
 from pallas_kernels import partial_mosaic, partial_triton, reduce_triton
 from pallas_kernels.attend_mosaic import keep_apart, one_after_another
-from pallas_kernels.mosaic_geometry import WARPGROUP_ROWS
+from pallas_kernels.mosaic_geometry import SMALLEST_COPY, WARPGROUP_ROWS
 from pallas_kernels.options import Options
 from pallas_kernels.state import AttentionState
 
 
 def wide_launches(q: jax.Array, k: jax.Array, v: jax.Array, shape: lo.WorkShape) -> tuple[int, ...]:
-    """The launches that Mosaic runs: those that fill its warpgroups and need no masks. None where it cannot at all."""
+    """The launches that Mosaic runs: those whose tiles were made for it, and what else fills two of its warpgroups and
+    needs no masks. Not those with shorter entries than its copies. None where it cannot at all."""
     try:
         partial_mosaic.check(q, k, v, shape)
     except NotImplementedError:
         return ()
-    tiles = [launch.tile for launch in shape.launches]
-    wide = (index for index, tile in enumerate(tiles) if tile.rows >= WARPGROUP_ROWS and not tile.masked)
+
+    def suits(tile: lo.TileClass) -> bool:
+        units = (tile.unit, tile.masked_unit) if tile.masked else (tile.unit,)
+        wide = tile.mosaic or (tile.rows > WARPGROUP_ROWS and not tile.masked)
+        return wide and min(units) >= SMALLEST_COPY
+
+    wide = (index for index, launch in enumerate(shape.launches) if suits(launch.tile))
     return tuple(wide) if q.shape[0] else ()
 
 
@@ -67,10 +73,8 @@ def launch_all(
             q, k, v, buffer, per_head, outputs, index=index, shape=shape, options=options, interpret=interpret
         )
     assert outputs is not None
-    # Mosaic goes first, because its LSEs are several equal numbers: so they are cut once.
-    state = keep_apart(
-        AttentionState(outputs.out, outputs.lse[..., 0], outputs.partial_out, outputs.partial_lse[..., 0])
-    )
+    # Mosaic goes first, and the form of its LSEs is the state's.
+    state = AttentionState(*keep_apart(outputs))
     simulated = interpret is not None
     for index in range(len(shape.launches)):
         if index not in wide:
@@ -79,4 +83,5 @@ def launch_all(
             )
     if shape.partial_rows:
         state = reduce_triton.reduce_partials(buffer, state, shape=shape, interpret=simulated)
-    return keep_apart((state.out, state.lse))
+    out, lse = keep_apart((state.out, state.lse))
+    return out, lse[..., 0]  # not behind the barrier, so that no one cuts it who does not need it

@@ -78,7 +78,8 @@ def launch_all(
     assert outputs is not None
     if shape.partial_rows:
         outputs = reduce_mosaic.reduce_partials(buffer, outputs, shape=shape, interpret=interpret)
-    return keep_apart((outputs.out, outputs.lse[..., 0]))
+    out, lse = keep_apart((outputs.out, outputs.lse))
+    return out, lse[..., 0]  # not behind the barrier, so that no one cuts it who does not need it
 
 
 def keep_apart(arrays: Any) -> Any:

@@ -15,7 +15,8 @@ absolute positions ``position ..``, and every row of the item sees them. A *mask
 
 **Item**: rows ``row .. row + num_rows - 1`` times its plain entries and its masked entries. It writes either
 partials, at ``partial .. partial + num_rows - 1``, or, where a row has no other item, the final output
-(``partial == -1``).
+(``partial == -1``). ``query`` is ``rows[row]`` where its other rows follow in ``q`` one by one, so that one copy moves
+them all; else -1.
 
 **Padding**: rows of ``q`` beyond the number of queries get 0 and ``-inf``; the programs of the first launch see to it.
 
@@ -37,7 +38,7 @@ MAX_LAUNCHES = 8
 
 # Fields of an item record.
 ITEM_SIZE = 8
-ROW, NUM_ROWS, PLAIN_BEGIN, PLAIN_COUNT, MASKED_BEGIN, MASKED_COUNT, PARTIAL, TOKENS = range(ITEM_SIZE)
+ROW, NUM_ROWS, PLAIN_BEGIN, PLAIN_COUNT, MASKED_BEGIN, MASKED_COUNT, PARTIAL, QUERY = range(ITEM_SIZE)
 
 # Fields of an entry; a plain entry stops after POSITION.
 WORD, POSITION, LOW, HIGH = range(4)
@@ -61,6 +62,7 @@ class TileClass:
         masked_unit: the same of masked entries; 0: the program walks none. It divides ``unit``: draft tokens, each with
             rows of its own, fill one entry each below a prompt that fills sixteen.
         warps, stages: Triton's launch parameters.
+        mosaic: for Mosaic GPU's kernels, where there are any; Triton's run it too.
     """
 
     rows: int
@@ -69,6 +71,7 @@ class TileClass:
     masked_unit: int
     warps: int
     stages: int
+    mosaic: bool = False
 
     @property
     def masked(self) -> bool:
@@ -87,7 +90,8 @@ class TileClass:
 
     def name(self) -> str:
         masked = f"m{self.masked_unit}" if self.masked else ""
-        return f"r{self.rows}k{self.block_kv}u{self.unit}{masked}w{self.warps}s{self.stages}"
+        kernel = "mosaic" if self.mosaic else f"w{self.warps}s{self.stages}"
+        return f"r{self.rows}k{self.block_kv}u{self.unit}{masked}{kernel}"
 
 
 @dataclass(frozen=True)

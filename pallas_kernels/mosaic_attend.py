@@ -3,6 +3,10 @@
 The softmax runs online in base 2, as in :mod:`pallas_kernels.partial_triton`. A step whose slots all hold tokens needs
 no mask. In any other the logits of empty slots become -inf and their values 0, because 0 * NaN is NaN and a free slot
 may hold anything.
+
+Masked entries are seen by some rows only, mostly by those of one subtree. So a warpgroup goes through them in parts:
+one that none of its rows sees is left out, and one that all of them see takes no mask. Two warpgroups then do different
+parts of a step at the same time, while both read what their rows share from the same memory.
 """
 
 from __future__ import annotations
@@ -26,10 +30,12 @@ from pallas_kernels.mosaic_store import Outputs, pad, store
 from pallas_kernels.mosaic_tokens import (
     Entries,
     all_filled,
+    any_filled,
     next_all_filled,
     positions,
     read_entries,
     seen_by,
+    seen_by_some_or_all,
     step_slots,
     tokens_at,
 )
@@ -81,25 +87,9 @@ def consume(
             plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), ROWS),
             plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROWS),
         )
-        _meet(shared, geo, warpgroup == 1)
-        for masked in (False, True) if masked_too else (False,):
-
-            def attend(i: Scalar, carry: Any, masked: bool = masked) -> Any:
-                begin, count = work.entries(masked)
-                size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
-                listed = begin + i * geo.entries * size, count - i * geo.entries
-                step, full, *softmax = carry
-                take: Any = functools.partial(_step, shared, warpgroup, step, listed, rows, masked, **common)
-                if geo.looks_ahead:
-                    taken = lax.cond(full, functools.partial(take, True), functools.partial(take, False), *softmax)
-                else:
-                    taken = take(False, *softmax)
-                return (step + 1, *taken)
-
-            # Nothing is known of an item's first step.
-            start = (step, jnp.bool_(False), *carry)
-            step, _, *carry = lax.fori_loop(0, work.blocks(masked, geo), attend, start)
-        _meet(shared, geo, warpgroup == 0)
+        step, *carry = _plain_steps(shared, warpgroup, work, step, rows, carry, **common)
+        if masked_too:
+            step, *carry = _masked_steps(shared, warpgroup, work, step, rows, carry, **common)
         out, peak, total = carry
         some = jnp.where(total == 0, 1.0, total)
         lse2 = jnp.where(total == 0, -jnp.inf, peak * factor + jnp.log2(some))
@@ -107,10 +97,46 @@ def consume(
         store(out, lse2, buffer_ref, outputs, shared, work, warpgroup, shape=shape, geo=geo)
         return step
 
+    for_each_work(buffer_ref, program, index=index, grid=grid, shape=shape, geo=geo, body=one)
     if index == 0:
         pad(buffer_ref, outputs, shared, program, warpgroup, grid=grid, shape=shape, geo=geo)
-    for_each_work(buffer_ref, program, index=index, grid=grid, shape=shape, geo=geo, body=one)
     plgpu.wait_smem_to_gmem(0)
+
+
+def _plain_steps(shared, warpgroup, work, step, rows, carry, *, geo, **common):
+    """The steps that every row sees. Two warpgroups take turns: see :func:`_meet`."""
+
+    def attend(i: Scalar, carry: Any) -> Any:
+        begin, count = work.entries(False)
+        listed = begin + i * geo.entries * lo.PLAIN_SIZE, count - i * geo.entries
+        step, full, *softmax = carry
+        take: Any = functools.partial(_step, shared, warpgroup, step, listed, rows, geo=geo, **common)
+        if geo.looks_ahead:
+            taken = lax.cond(full, functools.partial(take, True), functools.partial(take, False), *softmax)
+        else:
+            taken = take(False, *softmax)
+        return (step + 1, *taken)
+
+    _meet(shared, geo, warpgroup == 1)
+    # Nothing is known of an item's first step.
+    step, _, *carry = lax.fori_loop(0, work.blocks(False, geo), attend, (step, jnp.bool_(False), *carry))
+    _meet(shared, geo, warpgroup == 0)
+    return step, *carry
+
+
+def _masked_steps(shared, warpgroup, work, step, rows, carry, *, geo, **common):
+    """The steps that some rows see. Warpgroups take no turns, as they leave out different parts."""
+    first_row = warpgroup * WARPGROUP_ROWS
+    first_query, end_query = div(first_row, geo.heads), div(first_row + WARPGROUP_ROWS + geo.heads - 1, geo.heads)
+    span = work.row + first_query, work.row + jnp.minimum(end_query, work.queries)
+
+    def attend(i: Scalar, carry: Any) -> Any:
+        begin, count = work.entries(True)
+        listed = begin + i * geo.entries * lo.MASKED_SIZE, count - i * geo.entries
+        step, *softmax = carry
+        return step + 1, *_masked_step(shared, warpgroup, step, listed, rows, span, softmax, geo=geo, **common)
+
+    return lax.fori_loop(0, work.blocks(True, geo), attend, (step, *carry))
 
 
 def _take_queries(shared: Shared, warpgroup: Scalar, geo: Geometry) -> None:
@@ -149,47 +175,95 @@ def _rows(buffer_ref, per_head_ref, work, warpgroup, masked_too, shape, geo, opt
     return Rows(work.row + n if masked_too else None, position, slope, key_factor)
 
 
-def _step(
-    shared, warpgroup, step, listed, rows, masked, full, out, peak, total, *, folded, factor, geo, options, products
-):
-    """One step: whether the next one is known to be full, and output, peak and total of the softmax.
+def _step(shared, warpgroup, step, listed, rows, full, *softmax, folded, factor, geo, options, products):
+    """One step that every row sees: whether the next one is known to be full, and the softmax that goes on.
 
     ``full``: this one is known to be. If it is not, it looks, and the code for both cases is there.
     """
     stage = rem(step, geo.stages)
-    plgpu.barrier_wait(shared.keys_full.at[stage])
+    slots = [stage * geo.parts + part for part in range(geo.parts)]
+    for slot in slots:
+        plgpu.barrier_wait(shared.keys_full.at[slot])
     first, left = listed
-    next_full = next_all_filled(shared.meta, stage, first, left, geo) if geo.looks_ahead else jnp.bool_(False)
+    next_full = next_all_filled(shared.meta, slots[0], first, left, geo) if geo.looks_ahead else jnp.bool_(False)
     entries: Any = None
     if not full or options.uses_positions:
-        entries = read_entries(shared.meta, stage, first, left, masked, geo)
+        entries = read_entries(shared.meta, slots[0], first, left, geo.entries, False, geo)
     if not full:
         full = all_filled(entries, geo)
     queries = shared.queries.at[warpgroup]
     logits = products.scores(queries, shared.keys.at[stage], functools.partial(_meet, shared, geo))
-    plgpu.barrier_arrive(shared.keys_free.at[stage])
+    for slot in slots:
+        plgpu.barrier_arrive(shared.keys_free.at[slot])
 
-    if options.scaled_keys:
-        logits = logits * _spread(rows.key_factor, logits)
-    logits = _masked(logits, rows, entries, full, masked, folded, geo, options)
+    logits = _masked(logits, rows, entries, full, False, folded, geo, options)
+    weight, out, peak, total = _go_on(logits, softmax, factor)
+    # In this order, as in JAX's own attention kernel.
+    out, total, peak, weight = lax.optimization_barrier((out, total, peak, weight.astype(shared.values.dtype)))
+    _give_turn(shared, geo)
+    for slot in slots:
+        plgpu.barrier_wait(shared.values_full.at[slot])
+    _take_turn(shared, geo)
+
+    if full is not True:
+        for part, slot in enumerate(slots):
+            of_part = entries.part(part, geo)
+            empty = jnp.logical_not(all_filled(of_part, geo))
+            pl.when(empty)(functools.partial(_clean, shared, warpgroup, stage, slot, part, of_part, geo))
+    out = products.accumulate(out, weight, shared.values.at[stage])
+    for slot in slots:
+        plgpu.barrier_arrive(shared.values_free.at[slot])
+    return next_full, out, peak, total
+
+
+def _masked_step(
+    shared, warpgroup, step, listed, rows, span, softmax, *, folded, factor, geo, options, products
+) -> Any:
+    """One step that some rows see, part after part; ``span``: this warpgroup's rows."""
+    stage = rem(step, geo.stages)
+    queries = shared.queries.at[warpgroup]
+    for part in range(geo.parts):
+        slot, begin = stage * geo.parts + part, pl.ds(part * geo.part, geo.part)
+        first, left = listed[0] + part * geo.part_entries * lo.MASKED_SIZE, listed[1] - part * geo.part_entries
+        plgpu.barrier_wait(shared.keys_full.at[slot])
+        entries = read_entries(shared.meta, slot, first, left, geo.part_entries, True, geo)
+        full = all_filled(entries, geo)
+        some, every = seen_by_some_or_all(entries, *span)
+
+        def look(*softmax: jax.Array, begin=begin, entries=entries, full=every & full) -> Any:
+            logits = products.scores(queries, shared.keys.at[stage, begin], lambda: None)
+            logits = _masked(logits, rows, entries, full, True, folded, geo, options)
+            weight, *softmax = _go_on(logits, softmax, factor)
+            return weight.astype(shared.values.dtype), *softmax
+
+        def look_away(*softmax: jax.Array) -> Any:
+            nothing = jnp.zeros((WARPGROUP_ROWS, geo.part), shared.values.dtype)
+            return plgpu.layout_cast(nothing, plgpu.Layout.WGMMA), *softmax
+
+        weight, out, peak, total = lax.cond(some, look, look_away, *softmax)
+        plgpu.barrier_arrive(shared.keys_free.at[slot])
+        plgpu.barrier_wait(shared.values_full.at[slot])
+        # What holds no token at all, no one looks at.
+        partly = jnp.logical_not(full) & any_filled(entries)
+        pl.when(partly)(functools.partial(_clean, shared, warpgroup, stage, slot, part, entries, geo))
+
+        def add(out: jax.Array, weight=weight, begin=begin) -> jax.Array:
+            return products.accumulate(out, weight, shared.values.at[stage, begin])
+
+        softmax = lax.cond(some, add, lambda out: out, out), peak, total
+        plgpu.barrier_arrive(shared.values_free.at[slot])
+    return softmax
+
+
+def _go_on(logits: jax.Array, softmax: Any, factor: float) -> tuple[jax.Array, ...]:
+    """Weights of a step's tokens; and output so far, peak and total, measured from the new peak."""
+    out, peak, total = softmax
     new_peak = jnp.maximum(peak, logits.max(axis=1))
     # A row that has seen nothing yet has peak -inf; measuring from 0 keeps -inf - -inf out of exp2.
     base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak * factor)
     weight = jnp.exp2(logits * factor - _spread(base, logits))
     shrink = jnp.exp2(peak * factor - base)
-    total = total * shrink + weight.sum(axis=1)
-    out = out * _spread(shrink, out)
-    # In this order, as in JAX's own attention kernel.
-    out, total, new_peak, weight = lax.optimization_barrier((out, total, new_peak, weight.astype(shared.values.dtype)))
-    _give_turn(shared, geo)
-    plgpu.barrier_wait(shared.values_full.at[stage])
-    _take_turn(shared, geo)
-
-    if full is not True:
-        pl.when(jnp.logical_not(full))(lambda: _clean(shared, warpgroup, stage, entries, geo))
-    out = products.accumulate(out, weight, shared.values.at[stage])
-    plgpu.barrier_arrive(shared.values_free.at[stage])
-    return next_full, out, new_peak, total
+    return weight, out * _spread(shrink, out), new_peak, total * shrink + weight.sum(axis=1)
 
 
 def _meet(shared: Shared, geo: Geometry, really: Any = True) -> None:
@@ -223,7 +297,12 @@ def _spread(rows: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _masked(logits, rows: Rows, entries: Entries, full, masked, folded, geo, options: Options) -> jax.Array:
-    """Logits in the form that the softmax reads, -inf where a row does not see a token."""
+    """Logits in the form that the softmax reads, -inf where a row does not see a token.
+
+    ``full``: all slots hold a token that all rows see, but for the options.
+    """
+    if options.scaled_keys:
+        logits = logits * _spread(rows.key_factor, logits)
 
     def one_by_one(logits: jax.Array) -> jax.Array:
         tokens = tokens_at(step_slots(logits.shape, 1), entries, geo)
@@ -242,7 +321,7 @@ def _masked(logits, rows: Rows, entries: Entries, full, masked, folded, geo, opt
             seen = seen & inside_window(options, query_position, token_position)
         return jnp.where(seen, logits, -jnp.inf)
 
-    if masked or options.uses_positions:
+    if options.uses_positions:
         return one_by_one(logits)
 
     def as_they_are(logits: jax.Array) -> jax.Array:
@@ -251,23 +330,24 @@ def _masked(logits, rows: Rows, entries: Entries, full, masked, folded, geo, opt
     return as_they_are(logits) if full is True else lax.cond(full, as_they_are, one_by_one, logits)
 
 
-def _clean(shared: Shared, warpgroup: Scalar, stage: Scalar, entries: Entries, geo: Geometry) -> None:
-    """Zero the slots of V that hold no token. The first warpgroup does it, and a second one waits for it."""
+def _clean(
+    shared: Shared, warpgroup: Scalar, stage: Scalar, slot: Scalar, part: int, entries: Entries, geo: Geometry
+) -> None:
+    """Zero what holds no token in a part of V. The first warpgroup does it, and a second one waits for it."""
 
     @pl.when(warpgroup == 0)
     def _():
-        for block in range(0, geo.block, WARPGROUP_ROWS):
-            for column in range(0, shared.values.shape[-1], CLEAN_COLUMNS):
-                part = shared.values.at[stage, pl.ds(block, WARPGROUP_ROWS), pl.ds(column, CLEAN_COLUMNS)]
-                values = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
-                filled = tokens_at(block + step_slots(values.shape, 0), entries, geo).filled
-                part[...] = jnp.where(filled, values, jnp.zeros_like(values))
+        for column in range(0, shared.values.shape[-1], CLEAN_COLUMNS):
+            some = shared.values.at[stage, pl.ds(part * geo.part, geo.part), pl.ds(column, CLEAN_COLUMNS)]
+            values = plgpu.layout_cast(some[...], plgpu.Layout.WGMMA)
+            filled = tokens_at(step_slots(values.shape, 0), entries, geo).filled
+            some[...] = jnp.where(filled, values, jnp.zeros_like(values))
         plgpu.commit_smem()
         if geo.consumers > 1:
-            plgpu.barrier_arrive(shared.clean.at[stage])
+            plgpu.barrier_arrive(shared.clean.at[slot])
 
     if geo.consumers > 1:
 
         @pl.when(warpgroup > 0)
         def _():
-            plgpu.barrier_wait(shared.clean.at[stage])
+            plgpu.barrier_wait(shared.clean.at[slot])

@@ -14,12 +14,16 @@ import jax.numpy as jnp
 
 from pallas_kernels import layout as lo
 
+# The version of JAX whose Mosaic GPU the kernels are written for.
+NEEDS_JAX = (0, 11, 2)
 WARPGROUP_ROWS = 64
 WIDTHS = (64, 128, 256)
+# The widest heads at which two warpgroups compute: two accumulators of 64 x 256 leave no registers for the second.
+PAIR_WIDTH = 128
 # Tiles in shared memory have 8 rows, so that a shorter entry comes with its neighbours.
 SMALLEST_COPY = 8
-# Words of an entry list that one copy brings: enough for 128 tokens in plain entries of 8, or 64 in masked ones, and
-# for up to 3 words before them (`META_ALIGN`).
+# Words of an entry list that one copy brings: enough for a step of plain entries or a part of masked ones, of 8 tokens
+# each, and for up to 3 words before them (`META_ALIGN`).
 META_WORDS = 64
 # Copies read from multiples of 16 bytes of global memory, or die of an illegal instruction: from so many words.
 META_ALIGN = 4
@@ -33,6 +37,9 @@ BATCH = 8
 # Shared memory of a Hopper SM that a program may have, less alignment, barriers and the reductions' scratch.
 SHARED_BYTES = 227 * 1024 - 2048 - 4096
 MAX_STAGES = 8
+# Where there are masks, a step is loaded in parts of so many tokens, and masked ones are walked in them. Smaller ones
+# would leave out more of what a warpgroup does not see, but the matrix units want no less.
+PART = 64
 # Few, so that a short list of entries goes round the ring.
 SIMULATED_STAGES = 2
 
@@ -52,6 +59,7 @@ class Geometry:
         live_boxes: how many of a warpgroup's boxes an item can fill, rounded up to a power of two.
         queries_staged: outputs wait for their copies in the memory of the queries, which no one reads any more then.
         block: tokens a step; ``stages``: steps in flight.
+        part: tokens of a step that are loaded, and given back, at a time.
         unit: slots that an entry is copied with, at least 8; ``entries``: entries a step.
         simulated: for the simulator.
     """
@@ -67,6 +75,7 @@ class Geometry:
     live_boxes: int
     queries_staged: bool
     block: int
+    part: int
     stages: int
     unit: int
     simulated: bool
@@ -96,6 +105,19 @@ class Geometry:
         return self.block // self.unit
 
     @property
+    def parts(self) -> int:
+        return self.block // self.part
+
+    @property
+    def part_entries(self) -> int:
+        return self.part // self.unit
+
+    @property
+    def slots(self) -> int:
+        """Parts in flight."""
+        return self.stages * self.parts
+
+    @property
     def looks_ahead(self) -> bool:
         """Whether a step finds out if the next one needs a mask: then full steps are one stretch of code, without a
         branch between their products. Only long steps gain by it, and what lies beside the keys must tell."""
@@ -117,10 +139,9 @@ def geometry(shape: lo.WorkShape, tile: lo.TileClass, simulated: bool = False) -
         if width not in WIDTHS:
             raise NotImplementedError(f"{name} is {width}: the Mosaic kernel takes {', '.join(map(str, WIDTHS))}")
     widest = max(shape.head_dim, shape.v_head_dim)
-    # Two accumulators of 64 x 256 leave no registers for the second warpgroup.
-    consumers = 2 if tile.rows > WARPGROUP_ROWS and widest <= 128 else 1
-    # Long steps keep the matrix units busy; masks and narrow tiles cannot use them.
-    block = 128 if tile.rows >= WARPGROUP_ROWS and widest <= 128 and not tile.masked else 64
+    consumers = 2 if tile.rows > WARPGROUP_ROWS and widest <= PAIR_WIDTH else 1
+    # Long steps keep the matrix units busy; narrow tiles cannot use them, and masks take them in parts.
+    block = 128 if tile.rows >= WARPGROUP_ROWS and widest <= PAIR_WIDTH else 64
     rows = consumers * WARPGROUP_ROWS
     group = shape.group
     heads = min(group, rows)
@@ -140,6 +161,7 @@ def geometry(shape: lo.WorkShape, tile: lo.TileClass, simulated: bool = False) -
         live_boxes=1 << (-(-min(tile.queries_per_tile(group) * heads, WARPGROUP_ROWS) // box) - 1).bit_length(),
         queries_staged=queries_staged and not simulated,
         block=block,
+        part=min(block, PART) if tile.masked else block,
         stages=SIMULATED_STAGES if simulated else _stages(shape, rows, block, queries_staged),
         unit=max(tile.unit, SMALLEST_COPY),
         simulated=simulated,
@@ -159,5 +181,5 @@ def _stages(shape: lo.WorkShape, rows: int, block: int, queries_staged: bool) ->
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
     staged = 0 if queries_staged else STAGED_BYTES
     fixed = rows * (2 * shape.head_dim * itemsize + staged + 4 * lse_copies(shape))
-    stage = block * (shape.head_dim + shape.v_head_dim) * itemsize + META_WORDS * 4
+    stage = block * (shape.head_dim + shape.v_head_dim) * itemsize + 2 * META_WORDS * 4
     return min(MAX_STAGES, (SHARED_BYTES - fixed) // stage)

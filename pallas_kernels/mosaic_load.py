@@ -1,7 +1,8 @@
 """The loading warpgroup of the Mosaic GPU kernel: bulk copies of query rows and of K and V, an entry at a time.
 
 K and V go through a ring of ``stages`` steps that outlives an item, so the next item's first steps load while this
-one's output is written. Beside each step's keys lies the piece of the entry list that describes them.
+one's output is written. A step comes and is given back in parts, each with a *slot* of the ring's barriers; beside the
+keys of a part lies the piece of the entry list that begins with it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Shared(NamedTuple):
         raw: [consumers, boxes, box, D] query rows as they come, one query's heads after another's.
         queries: the same as [consumers, 64, D], tiled and swizzled for the matrix units.
         keys: [stages, block, D]; ``values``: [stages, block, Dv].
-        meta: int32 [stages, META_WORDS], the entries of each step, from the last multiple of META_ALIGN words on.
+        meta: int32 [slots, META_WORDS], the entries from each part on, from the last multiple of META_ALIGN words on.
         staged: what is on its way out: :class:`Staged`; ``lse``: float32 [consumers, boxes, box, lse_copies].
         raw_full, raw_free: the query rows have come; have been read.
-        keys_full, values_full: a step's tokens have come; ``keys_free``, ``values_free``: no one needs them any more.
-        clean: the slots of a step that hold no token of the entries are zero in ``values``.
+        keys_full, values_full: a part's tokens have come; ``keys_free``, ``values_free``: no one needs them any more.
+        clean: what holds no token of a part's entries is zero in ``values``.
         turn: where two consumers meet to take turns at the matrix units.
     """
 
@@ -63,11 +64,11 @@ def barriers(geo: Geometry) -> tuple[Any, ...]:
     return (
         plgpu.Barrier(num_arrivals=geo.consumers * geo.live_boxes),
         plgpu.Barrier(num_arrivals=geo.consumers),
-        plgpu.Barrier(num_arrivals=geo.entries + 1, num_barriers=geo.stages),
-        plgpu.Barrier(num_arrivals=geo.consumers, num_barriers=geo.stages),
-        plgpu.Barrier(num_arrivals=geo.entries, num_barriers=geo.stages),
-        plgpu.Barrier(num_arrivals=geo.consumers, num_barriers=geo.stages),
-        plgpu.Barrier(num_arrivals=1, num_barriers=geo.stages),
+        plgpu.Barrier(num_arrivals=geo.part_entries + 1, num_barriers=geo.slots),
+        plgpu.Barrier(num_arrivals=geo.consumers, num_barriers=geo.slots),
+        plgpu.Barrier(num_arrivals=geo.part_entries, num_barriers=geo.slots),
+        plgpu.Barrier(num_arrivals=geo.consumers, num_barriers=geo.slots),
+        plgpu.Barrier(num_arrivals=1, num_barriers=geo.slots),
         plgpu.Barrier(num_arrivals=geo.consumers),
     )
 
@@ -89,23 +90,26 @@ def produce(
     masked_too = shape.launches[index].tile.masked
 
     def one(turn: Scalar, work: Work, step: Scalar) -> Scalar:
+        def words(i: Scalar, masked: bool) -> tuple[Scalar, ...]:
+            return _read_words(buffer_ref, work, i, masked, geo)
+
+        kinds = (False, True) if masked_too else (False,)
+        first_words = [words(jnp.int32(0), masked) for masked in kinds]  # on their way while the queries are
+
         @pl.when(turn > 0)
         def _():
             plgpu.barrier_wait(shared.raw_free)
 
         _load_queries(q_ref, buffer_ref, shared, work, shape, geo)
-        for masked in (False, True) if masked_too else (False,):
+        for masked, first in zip(kinds, first_words):
 
-            def words(i: Scalar, masked: bool = masked) -> tuple[Scalar, ...]:
-                return _read_words(buffer_ref, work, i, masked, geo)
-
-            def load(i: Scalar, carry: Any, masked: bool = masked, words: Any = words) -> Any:
+            def load(i: Scalar, carry: Any, masked: bool = masked) -> Any:
                 step, here = carry
-                following = words(i + 1)  # read ahead, for the reason given at `for_each_work`
+                following = words(i + 1, masked)  # read ahead, for the reason given at `for_each_work`
                 _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, here, masked, geo)
                 return step + 1, following
 
-            step, _ = lax.fori_loop(0, work.blocks(masked, geo), load, (step, words(jnp.int32(0))))
+            step, _ = lax.fori_loop(0, work.blocks(masked, geo), load, (step, first))
         return step
 
     steps = for_each_work(buffer_ref, program, index=index, grid=grid, shape=shape, geo=geo, body=one)
@@ -116,9 +120,10 @@ def produce(
         plgpu.barrier_wait(shared.raw_free)
 
     def drain(i: Scalar, carry: None) -> None:
-        stage = rem(i, geo.stages)
-        plgpu.barrier_wait(shared.keys_free.at[stage])
-        plgpu.barrier_wait(shared.values_free.at[stage])
+        for part in range(geo.parts):
+            slot = rem(i, geo.stages) * geo.parts + part
+            plgpu.barrier_wait(shared.keys_free.at[slot])
+            plgpu.barrier_wait(shared.values_free.at[slot])
 
     lax.fori_loop(jnp.maximum(steps - geo.stages, 0), steps, drain, None)
 
@@ -188,12 +193,14 @@ def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absen
     def batches(size: int) -> None:
         lax.fori_loop(0, div(count + size - 1, size), lambda i, _: batch(i, size), None)
 
-    if geo.joined and not final:  # partials lie side by side, and their places need no reading
-        place, head = work.partial + div(first_row, geo.heads), work.kv_head * geo.group
-        pl.when(rows == WARPGROUP_ROWS)(lambda: joined(place, head, 0, geo.boxes))
-        pl.when(rows < WARPGROUP_ROWS)(lambda: batches(1))
+    size = geo.batch if final else 1
+    if geo.joined:  # partials lie side by side, as most items' queries do: then their places need no reading
+        begin, head = work.query if final else work.partial, work.kv_head * geo.group
+        whole = (rows == WARPGROUP_ROWS) & (begin >= 0)
+        pl.when(whole)(lambda: joined(begin + div(first_row, geo.heads), head, 0, geo.boxes))
+        pl.when(jnp.logical_not(whole))(lambda: batches(size))
     else:
-        batches(geo.batch if final else 1)
+        batches(size)
 
 
 def _read_words(buffer_ref: Any, work: Work, i: Scalar, masked: bool, geo: Geometry) -> tuple[Scalar, ...]:
@@ -211,54 +218,56 @@ def _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, words, masked, 
     stage = rem(step, geo.stages)
     begin, count = work.entries(masked)
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
-    first = i * geo.entries
-    listed = [first + e < count for e in range(geo.entries)]
-    run = _are_one_run(words, listed, geo)
     used = step >= geo.stages
 
-    @pl.when(used)
-    def _():
-        plgpu.barrier_wait(shared.keys_free.at[stage])
+    def load(part: int, of_values: bool) -> None:
+        slot, first = stage * geo.parts + part, i * geo.entries + part * geo.part_entries
+        full, free = (shared.values_full, shared.values_free) if of_values else (shared.keys_full, shared.keys_free)
+        cache_ref, ring = (v_ref, shared.values) if of_values else (k_ref, shared.keys)
 
-    list_from = pl.multiple_of((begin + first * size) & -META_ALIGN, META_ALIGN)
-    plgpu.copy_gmem_to_smem(
-        buffer_ref.at[pl.ds(list_from, META_WORDS)], shared.meta.at[stage], shared.keys_full.at[stage]
-    )
-    _load_tokens(k_ref, shared.keys, shared.keys_full, stage, work.kv_head, listed, words, run, geo)
+        @pl.when(used)
+        def _():
+            plgpu.barrier_wait(free.at[slot])
 
-    @pl.when(used)
-    def _():
-        plgpu.barrier_wait(shared.values_free.at[stage])
+        if not of_values:
+            list_from = pl.multiple_of((begin + first * size) & -META_ALIGN, META_ALIGN)
+            plgpu.copy_gmem_to_smem(buffer_ref.at[pl.ds(list_from, META_WORDS)], shared.meta.at[slot], full.at[slot])
+        listed = [first + e < count for e in range(geo.part_entries)]
+        of_part = words[part * geo.part_entries : (part + 1) * geo.part_entries]
+        to = ring.at[stage, pl.ds(part * geo.part, geo.part)]
+        _load_tokens(cache_ref, to, full.at[slot], work.kv_head, listed, of_part, geo)
 
-    _load_tokens(v_ref, shared.values, shared.values_full, stage, work.kv_head, listed, words, run, geo)
+    # In the order in which they are given back: whole steps where all see them, else parts.
+    order = [(part, of_values) for of_values in (False, True) for part in range(geo.parts)]
+    for part, of_values in sorted(order) if masked else order:
+        load(part, of_values)
 
 
-def _are_one_run(words, listed, geo) -> Scalar:
-    """Whether the entries of a step are full and lie side by side in the cache: then one copy brings them."""
+def _load_tokens(cache_ref, to, full, kv_head, listed, words, geo) -> None:
+    """Bring the tokens of a part. Whatever the copies are, there is an arrival an entry.
+
+    Where the entries are full and lie side by side in the cache, one copy brings them all.
+    """
     run = listed[-1] & ((words[0] & lo.COUNT_MASK) == geo.unit)
     for e, word in enumerate(words[1:], 1):
         run &= word == words[0] + e * (geo.unit << lo.COUNT_BITS)
-    return run
 
-
-def _load_tokens(cache_ref, ring, full, stage, kv_head, listed, words, run, geo) -> None:
-    """Bring the tokens of a step. Whatever the copies are, there is an arrival an entry."""
-
-    def copy(word, to, tokens) -> None:
+    def copy(word, rows: Any, tokens: int) -> None:
         slot = pl.multiple_of((word >> lo.COUNT_BITS) & -geo.unit, geo.unit)
-        plgpu.copy_gmem_to_smem(cache_ref.at[pl.ds(slot, tokens), kv_head], ring.at[stage, to], full.at[stage])
+        plgpu.copy_gmem_to_smem(cache_ref.at[pl.ds(slot, tokens), kv_head], rows, full)
 
     @pl.when(run)
     def _():
-        copy(words[0], pl.ds(0, geo.block), geo.block)
-        for _ in range(geo.entries - 1):
-            plgpu.barrier_arrive(full.at[stage])
+        copy(words[0], to, geo.part)
+        for _ in range(geo.part_entries - 1):
+            plgpu.barrier_arrive(full)
 
     @pl.when(jnp.logical_not(run))
     def _():
         for e, (there, word) in enumerate(zip(listed, words)):
-            pl.when(there)(functools.partial(copy, word, pl.ds(e * geo.unit, geo.unit), geo.unit))
+            rows = to.at[pl.ds(e * geo.unit, geo.unit)]
+            pl.when(there)(functools.partial(copy, word, rows, geo.unit))
 
             @pl.when(jnp.logical_not(there))
             def _():
-                plgpu.barrier_arrive(full.at[stage])
+                plgpu.barrier_arrive(full)

@@ -99,6 +99,7 @@ def pad(
 
     @pl.when((share > 0) & (warpgroup == 0))
     def _():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         never = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         _stage_lse(shared, warpgroup, never, geo)
         staged = shared.staged.out

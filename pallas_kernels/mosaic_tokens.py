@@ -15,7 +15,7 @@ from pallas_kernels.mosaic_work import Scalar
 
 
 class Entries(NamedTuple):
-    """The entries of one step, a scalar each.
+    """Some entries of one step, a scalar each.
 
     Attributes:
         begin: the slot of the first token within the stretch of ``unit`` slots that was copied.
@@ -29,14 +29,21 @@ class Entries(NamedTuple):
     low: tuple[Scalar, ...]
     high: tuple[Scalar, ...]
 
+    def part(self, number: int, geo: Geometry) -> Entries:
+        """Those of a part of the step."""
+        begin = number * geo.part_entries
+        return Entries(*(field[begin : begin + geo.part_entries] for field in self))
 
-def read_entries(meta_ref: Any, stage: Scalar, first: Scalar, left: Scalar, masked: bool, geo: Geometry) -> Entries:
-    """The entries of a step, which begin at ``first`` in the buffer, and of which ``left`` are in the list."""
+
+def read_entries(
+    meta_ref: Any, slot: Scalar, first: Scalar, left: Scalar, count: int, masked: bool, geo: Geometry
+) -> Entries:
+    """``count`` entries, which begin at ``first`` in the buffer, and of which ``left`` are in the list."""
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
     skipped = first & (META_ALIGN - 1)
 
     def field(which: int) -> tuple[Scalar, ...]:
-        return tuple(meta_ref[stage, skipped + (e * size + which)] for e in range(geo.entries))
+        return tuple(meta_ref[slot, skipped + (e * size + which)] for e in range(count))
 
     words = field(lo.WORD)
     return Entries(
@@ -49,19 +56,39 @@ def read_entries(meta_ref: Any, stage: Scalar, first: Scalar, left: Scalar, mask
 
 
 def all_filled(entries: Entries, geo: Geometry) -> Scalar:
-    """Whether every slot of the step holds a token."""
+    """Whether every slot of the entries holds a token."""
     least = entries.filled[0]
     for filled in entries.filled[1:]:
         least = jnp.minimum(least, filled)
     return least == geo.unit
 
 
-def next_all_filled(meta_ref: Any, stage: Scalar, first: Scalar, left: Scalar, geo: Geometry) -> Scalar:
+def any_filled(entries: Entries) -> Scalar:
+    """Whether any slot of the entries does."""
+    most = entries.filled[0]
+    for filled in entries.filled[1:]:
+        most = jnp.maximum(most, filled)
+    return most > 0
+
+
+def seen_by_some_or_all(entries: Entries, begin: Scalar, end: Scalar) -> tuple[Scalar, Scalar]:
+    """Whether any of rows ``begin .. end - 1`` sees any token of masked entries, and whether all see all of them."""
+    some, every = jnp.bool_(False), begin < end
+    for low, high, filled in zip(entries.low, entries.high, entries.filled):
+        # Token x of a causal entry is seen from row ~low + x on. Without `where`, for the reason given at `pick`.
+        first = jnp.maximum(low, ~low)
+        last = first + ((low >> 31) & (filled - 1))
+        some |= (filled > 0) & (first < end) & (high > begin)
+        every &= (last <= begin) & (high >= end)
+    return some & (begin < end), every
+
+
+def next_all_filled(meta_ref: Any, slot: Scalar, first: Scalar, left: Scalar, geo: Geometry) -> Scalar:
     """The same of the step after the one of plain entries that begin at ``first``."""
     skipped = first & (META_ALIGN - 1)
     least = jnp.where(left >= 2 * geo.entries, geo.unit, 0)
     for e in range(geo.entries, 2 * geo.entries):
-        least = jnp.minimum(least, meta_ref[stage, skipped + (e * lo.PLAIN_SIZE + lo.WORD)] & lo.COUNT_MASK)
+        least = jnp.minimum(least, meta_ref[slot, skipped + (e * lo.PLAIN_SIZE + lo.WORD)] & lo.COUNT_MASK)
     return least == geo.unit
 
 

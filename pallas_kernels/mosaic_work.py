@@ -22,6 +22,7 @@ class Work(NamedTuple):
         kv_head: the KV head.
         head: the first query head of the pass, within the group of ``kv_head``.
         row: the first query row; ``queries``: how many there are (0: nothing to do).
+        query: the first one's index in ``q`` if the others follow it there; else negative.
         partial: where the first of them writes its partial, or -1: final outputs.
         plain_begin, plain_count, masked_begin, masked_count: entries.
     """
@@ -30,6 +31,7 @@ class Work(NamedTuple):
     head: Scalar
     row: Scalar
     queries: Scalar
+    query: Scalar
     partial: Scalar
     plain_begin: Scalar
     plain_count: Scalar
@@ -78,7 +80,7 @@ def for_each_work(
         number = jnp.minimum(program + turn * grid, launch.capacity * each - 1)
         item, part = div(number, each), rem(number, each)
         at = launch.items_at + item * lo.ITEM_SIZE
-        field = [buffer_ref[at + i] for i in range(lo.TOKENS)]
+        field = [buffer_ref[at + i] for i in range(lo.ITEM_SIZE)]
         part_pass = rem(part, geo.works)
         skipped = div(part_pass, geo.head_tiles) * geo.queries
         queries = jnp.clip(field[lo.NUM_ROWS] - skipped, 0, geo.queries)
@@ -88,6 +90,7 @@ def for_each_work(
             head=rem(part_pass, geo.head_tiles) * geo.heads,
             row=field[lo.ROW] + skipped,
             queries=queries,
+            query=jnp.where(field[lo.QUERY] < 0, -1, field[lo.QUERY] + skipped),
             partial=jnp.where(field[lo.PARTIAL] < 0, -1, field[lo.PARTIAL] + skipped),
             plain_begin=field[lo.PLAIN_BEGIN],
             plain_count=jnp.where(idle, 0, field[lo.PLAIN_COUNT]),

@@ -187,5 +187,5 @@ def _scratch(shape: lo.WorkShape, geo: Geometry, dtype: Any) -> list[Any]:
         boxes(geo.lse_copies, jnp.float32),
         plgpu.SMEM((geo.stages, geo.block, shape.head_dim), dtype, transforms=tiled),
         plgpu.SMEM((geo.stages, geo.block, shape.v_head_dim), dtype, transforms=tiled),
-        plgpu.SMEM((geo.stages, META_WORDS), jnp.int32),
+        plgpu.SMEM((geo.slots, META_WORDS), jnp.int32),
     ]

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import layout as lo
 from pallas_kernels.logits import base2_logits, inside_window
 from pallas_kernels.options import LOG2E, Options
-from pallas_kernels.state import AttentionState
+from pallas_kernels.state import AttentionState, lse_at
 
 INTERPRETED_PROGRAMS = 4
 NOBODY = 2**31 - 1  # as `low` of a token's interval: no row sees it
@@ -50,7 +50,10 @@ def partial_attention(
         jax.ShapeDtypeStruct((max(shape.partial_rows, 1), shape.num_q_heads), jnp.float32),
     )
     operands = [q, k, v, buffer] + ([per_head] if options.uses_heads else [])
-    aliases = {} if state is None else {len(operands) + i: i for i in range(len(outputs))}
+    aliases = {}
+    if state is not None:
+        outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)
+        aliases = {len(operands) + i: i for i in range(len(outputs))}
     exp2 = jnp.exp2 if interpret else _exp2  # the interpreter knows no assembly
     # The interpreter runs program after program, so few programs with many items each are faster there.
     grid = min(launch.grid, INTERPRETED_PROGRAMS) if interpret else launch.grid
@@ -284,7 +287,7 @@ def _dot(a, b):
 def _store(out_ref, lse_ref, place, head, mask, out, lse):
     width = out_ref.shape[-1]
     column = jnp.arange(out.shape[1])[None, :]
-    plgpu.store(lse_ref.at[(place, head)], lse, mask=mask)
+    plgpu.store(lse_ref.at[lse_at(lse_ref, (place, head))], lse, mask=mask)
     mask = jnp.broadcast_to(mask[:, None], out.shape)
     if out.shape[1] != width:
         mask &= column < width

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import layout as lo
 from pallas_kernels.options import LOG2E
-from pallas_kernels.state import AttentionState
+from pallas_kernels.state import AttentionState, lse_at
 
 # Rows (heads x partials) of the block that a program holds.
 BLOCK_ROWS = 16
@@ -64,7 +64,8 @@ def _kernel(buffer_ref, partial_out_ref, partial_lse_ref, _out, _lse, out_ref, l
         listed = nth < count
         place = plgpu.load(buffer_ref.at[begin + nth], mask=listed, other=0)
         wanted = exists[:, None] & listed[None, :]
-        lse = plgpu.load(partial_lse_ref.at[(place[None, :], head[:, None])], mask=wanted, other=-jnp.inf)
+        at = lse_at(partial_lse_ref, (place[None, :], head[:, None]))
+        lse = plgpu.load(partial_lse_ref.at[at], mask=wanted, other=-jnp.inf)
         part = plgpu.load(
             partial_out_ref.at[(place[None, :, None], head[:, None, None], column[None, None, :])],
             mask=wanted[:, :, None] & inside[None, None, :],
@@ -89,4 +90,4 @@ def _kernel(buffer_ref, partial_out_ref, partial_lse_ref, _out, _lse, out_ref, l
         lse = jnp.where(total == 0, -jnp.inf, (peak + jnp.log2(some)) / LOG2E)
         mask = exists[:, None] & inside[None, :]
         plgpu.store(out_ref.at[(query, head[:, None], column[None, :])], out, mask=mask)
-        plgpu.store(lse_ref.at[(query, head)], lse, mask=exists)
+        plgpu.store(lse_ref.at[lse_at(lse_ref, (query, head))], lse, mask=exists)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import append_triton, append_xla, partial_triton, partial_xla, reduce_triton, reduce_xla
 from pallas_kernels.layout import WorkShape
+from pallas_kernels.mosaic_geometry import NEEDS_JAX
 from pallas_kernels.options import Options
 from pallas_kernels.state import AttentionState
 
@@ -18,7 +19,6 @@ IMPLEMENTATIONS = ("xla", "pallas_triton", "pallas_mosaic", "pallas_mixed", "jax
 # What is tried where none is asked for. "pallas_mixed" goes first once it has been measured to be faster.
 GPU_DEFAULT = ("pallas_triton", "xla")
 WHAT_WORKS = "'pallas_triton' runs on NVIDIA GPUs, 'xla' anywhere"
-MOSAIC_NEEDS = (0, 11, 2)
 
 
 def resolve(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -154,8 +154,8 @@ def _attend_mixed(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, optio
 
 
 def _require_a_jax_for_mosaic() -> None:
-    if jax.__version_info__ < MOSAIC_NEEDS:
-        needed = ".".join(map(str, MOSAIC_NEEDS))
+    if jax.__version_info__ < NEEDS_JAX:
+        needed = ".".join(map(str, NEEDS_JAX))
         raise NotImplementedError(f"the Mosaic kernel needs jax {needed}, this is {jax.__version__}; {WHAT_WORKS}")
 
 

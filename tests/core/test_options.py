@@ -82,15 +82,16 @@ def test_a_narrower_window_than_planned_is_exact():
 
 
 def test_planning_with_the_window_leaves_work_out():
-    def tokens(window: int | None) -> int:
+    def slots(window: int | None) -> int:
         plan = plan_for(forest(), PAGE_SIZE, HEADS, strategy="per_node", sliding_window=window)
         total = 0
         for launch, count in zip(plan.shape.launches, plan.host.num_items):
             records = plan.host.buffer[launch.items_at : launch.items_at + count * lo.ITEM_SIZE]
-            total += records[lo.TOKENS :: lo.ITEM_SIZE].sum()
+            for field, masked in ((lo.PLAIN_COUNT, False), (lo.MASKED_COUNT, True)):
+                total += records[field :: lo.ITEM_SIZE].sum() * launch.tile.entry_tokens(masked)
         return total
 
-    assert tokens(8) < tokens(None)
+    assert slots(8) < slots(None)
 
 
 def test_huge_and_tiny_sinks_stay_finite():

@@ -16,9 +16,9 @@ import pytest
 from forests import Case, Heads, assert_matches_oracle, lay_out, plan_for, poisoned_inputs
 
 import tree_attention_jax as ta
+from pallas_kernels.mosaic_geometry import NEEDS_JAX
 from pallas_kernels.options import Options
 from tree_attention_jax import TokenTree, backends
-from tree_attention_jax.backends import MOSAIC_NEEDS
 
 BF16, FP16 = jnp.bfloat16, jnp.float16
 OPTIONS = {
@@ -89,7 +89,7 @@ def simulate(case: Case, strategy: str, dtype=BF16, kind: str = "mosaic", **opti
     assert_matches_oracle(out, lse, tree, case.page_size, inputs, **options)
 
 
-if jax.__version_info__ < MOSAIC_NEEDS:
+if jax.__version_info__ < NEEDS_JAX:
 
     @pytest.mark.parametrize("name", ["pallas_mosaic", "pallas_mixed"])
     def test_an_older_jax_says_which_it_needs(name: str):

@@ -44,7 +44,7 @@ def counted(plan: ta.TreePlan, index: int) -> dict[str, int]:
     for item in range(buffer[index]):
         at = launch.items_at + item * lo.ITEM_SIZE
         record = buffer[at : at + lo.ITEM_SIZE]
-        if not record[lo.TOKENS]:
+        if not record[lo.PLAIN_COUNT] + record[lo.MASKED_COUNT]:
             continue
         rows = record[lo.NUM_ROWS]
         total["items"] += 1

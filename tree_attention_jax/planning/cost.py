@@ -18,7 +18,7 @@ import numpy as np
 from pallas_kernels.layout import TileClass
 from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import GpuProfile, TileCost
-from tree_attention_jax.planning.tiles import fitted, resident_programs
+from tree_attention_jax.planning.tiles import fitted, resident_programs, suits_mosaic
 
 # How much of the shorter of work and bytes shows beside the longer one.
 OVERLAP = 0.5
@@ -159,22 +159,24 @@ def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:
 
     Costs grow with the head dim, and a group never spans more tiles than it must.
     """
-    return _shapes(problem.profile, problem.heads, problem.unit, shortest_step)
+    tree, unit = problem.tree, problem.unit
+    mosaic = suits_mosaic(problem.heads, unit) and problem.unit_for(tree.first_slot, tree.kv_len) == unit
+    return _shapes(problem.profile, problem.heads, unit, shortest_step, mosaic)
 
 
 @functools.lru_cache(maxsize=64)
-def _shapes(profile: GpuProfile, heads: Heads, unit: int, shortest_step: int) -> ShapeTable:
+def _shapes(profile: GpuProfile, heads: Heads, unit: int, shortest_step: int, mosaic: bool) -> ShapeTable:
     scale = (heads.head_dim + heads.v_head_dim) / 256
     cost_of: dict[TileClass, TileCost] = {}
     for cost in profile.tiles:
-        if cost.block_kv >= shortest_step:
+        if cost.block_kv >= shortest_step and (mosaic or not cost.mosaic):
             cost_of.setdefault(fitted(heads, cost, unit), cost)
     if shortest_step and heads.num_kv_heads > 1:
         # Fewer warps for the same tile pay where a single KV head leaves SMs idle. With more heads they would gain 3%
         # in one of 85 trees, and be one more program that a growing tree meets.
-        most = {(tile.rows, tile.block_kv): tile.warps for tile in sorted(cost_of, key=lambda tile: tile.warps)}
-        cost_of = {tile: cost for tile, cost in cost_of.items() if tile.warps == most[tile.rows, tile.block_kv]}
-    tiles = sorted(cost_of, key=lambda tile: (tile.rows, tile.block_kv, tile.warps, tile.stages))
+        most = {_fit(tile): tile.warps for tile in sorted(cost_of, key=lambda tile: tile.warps)}
+        cost_of = {tile: cost for tile, cost in cost_of.items() if tile.warps == most[_fit(tile)]}
+    tiles = sorted(cost_of, key=lambda tile: (tile.rows, tile.block_kv, tile.warps, tile.stages, tile.mosaic))
     group = heads.group
 
     def column(value: Callable[[TileClass, TileCost], float]) -> np.ndarray:
@@ -205,6 +207,10 @@ def _shapes(profile: GpuProfile, heads: Heads, unit: int, shortest_step: int) ->
         mixed_token_us=mixed_step_us / block_kv,
         masked_token_us=masked_step_us / block_kv,
     )
+
+
+def _fit(tile: TileClass) -> tuple[int, int, bool]:
+    return tile.rows, tile.block_kv, tile.mosaic
 
 
 def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, memory) -> Any:

@@ -153,7 +153,7 @@ def walk(buffer: np.ndarray, shape: lo.WorkShape, index: int) -> Walk:
     """Read launch ``index`` from the packed buffer, as a kernel does."""
     launch = shape.launches[index]
     records = buffer[launch.items_at :][: int(buffer[index]) * lo.ITEM_SIZE].reshape(-1, lo.ITEM_SIZE)
-    records = records[records[:, lo.TOKENS] > 0]  # the others pad the query bucket
+    records = records[records[:, lo.PLAIN_COUNT] + records[:, lo.MASKED_COUNT] > 0]  # the others pad the query bucket
     parts = [_tokens_walked(buffer, records, masked) for masked in (False, True)]
     return Walk(records, *(np.concatenate(column) for column in zip(*parts)))
 

@@ -114,6 +114,7 @@ def _nearest(shapes: ShapeTable, tile: lo.TileClass) -> int:
     def distance(index: int) -> tuple[int, ...]:
         other = shapes.tiles[index]
         return (
+            other.mosaic != tile.mosaic,
             abs(other.rows - tile.rows),
             abs(other.block_kv - tile.block_kv),
             abs(other.warps - tile.warps),

@@ -72,7 +72,7 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     buffer[lo.NUM_QUERIES] = num_rows
     buffer[lo.NUM_GROWING] = len(growing)
     buffer[lo.GROWING_BEGIN] = growing_at
-    _write_items(buffer, items, places, launch_counts, partial)
+    _write_items(buffer, items, places, launch_counts, partial, problem.layout.row_query)
     buffer[places.rows : places.rows + num_rows] = problem.layout.row_query
     buffer[places.rows + num_rows : places.positions] = np.arange(num_rows, row_capacity)
     buffer[places.positions : places.positions + num_rows] = problem.layout.query_position
@@ -168,7 +168,7 @@ def _partials(problem: Problem, items: Items):
     return partial, int(offset[-1]), exclusive_cumsum(np.bincount(query, minlength=num_rows)), reduce_list
 
 
-def _write_items(buffer, items: Items, places: _Places, launch_counts, partial) -> None:
+def _write_items(buffer, items: Items, places: _Places, launch_counts, partial, row_query) -> None:
     records = np.empty((len(items.launch), lo.ITEM_SIZE), np.int32)
     records[:, lo.ROW] = items.row_begin
     records[:, lo.NUM_ROWS] = items.num_rows
@@ -177,7 +177,12 @@ def _write_items(buffer, items: Items, places: _Places, launch_counts, partial) 
     records[:, lo.MASKED_BEGIN] = items.masked_begin * lo.MASKED_SIZE + places.masked
     records[:, lo.MASKED_COUNT] = items.masked_count
     records[:, lo.PARTIAL] = partial
-    records[:, lo.TOKENS] = items.tokens
+    first, last = items.row_begin, items.row_begin + items.num_rows - 1
+    records[:, lo.QUERY] = row_query.take(first)
+    breaks = np.add.accumulate(row_query[1:] != row_query[:-1] + 1)
+    if len(breaks) and breaks[-1]:
+        breaks = np.concatenate([[0], breaks])
+        records[breaks.take(last) > breaks.take(first), lo.QUERY] = -1
     flat, begin = records.reshape(-1), 0
     for launch, count in zip(places.launches, launch_counts.tolist()):
         size = count * lo.ITEM_SIZE

@@ -16,7 +16,7 @@ class TileCost:
     """What a tile shape costs, for head dim 128 and two-byte K/V.
 
     Attributes:
-        rows, block_kv, warps, stages: the shape, as in :class:`pallas_kernels.layout.TileClass`.
+        rows, block_kv, warps, stages, mosaic: the shape, as in :class:`pallas_kernels.layout.TileClass`.
         item_us: microseconds of one SM that a program costs beside its steps (start, query rows, epilogue).
         step_us: microseconds of one SM a step of ``block_kv`` tokens, K/V in the L2.
         mixed_step_us: the same in a program that can also mask, which needs more registers.
@@ -36,6 +36,7 @@ class TileCost:
     latency_us: float
     mixed_latency_us: float
     masked_latency_us: float
+    mosaic: bool = False
 
 
 @dataclass(frozen=True, eq=False)  # compared, and hashed, by identity: there is one of each

@@ -7,9 +7,11 @@ tensor cores rather than by loads.
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 
 from pallas_kernels.layout import TileClass
+from pallas_kernels.mosaic_geometry import NEEDS_JAX, PAIR_WIDTH, SMALLEST_COPY, WIDTHS
 from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import TileCost
 
@@ -30,9 +32,16 @@ OTHER_REGISTERS = 176
 MAX_ACCUMULATOR_BYTES = 512
 
 
-def tile_class(rows: int, block_kv: int, warps: int, stages: int, unit: int) -> TileClass:
+def tile_class(rows: int, block_kv: int, warps: int, stages: int, unit: int, mosaic: bool = False) -> TileClass:
     """A class, kept legal: a step is a whole number of entries."""
-    return TileClass(rows, max(block_kv, unit), unit, 0, warps, stages)
+    return TileClass(rows, max(block_kv, unit), unit, 0, warps, stages, mosaic)
+
+
+def suits_mosaic(heads: Heads, unit: int) -> bool:
+    """Whether the wide tile of Mosaic's kernels is one to choose: here it can run, and with two warpgroups."""
+    widths = {heads.head_dim, heads.v_head_dim}
+    narrow = widths <= set(WIDTHS) and max(widths) <= PAIR_WIDTH
+    return narrow and heads.itemsize == 2 and unit >= SMALLEST_COPY and jax.__version_info__ >= NEEDS_JAX
 
 
 def fitted(heads: Heads, cost: TileCost, unit: int) -> TileClass:
@@ -50,14 +59,16 @@ def fitted(heads: Heads, cost: TileCost, unit: int) -> TileClass:
         stages -= 1
     while block_kv > 16 and block_kv * token_bytes * stages > limit:
         block_kv //= 2
-    return tile_class(rows, block_kv, warps, stages, unit)
+    return tile_class(rows, block_kv, warps, stages, unit, cost.mosaic)
 
 
 def resident_programs(heads: Heads, tile: TileClass) -> int:
     """Programs of a tile class that an SM runs at once: what shared memory and registers leave room for.
 
-    Read off kernels that ptxas compiled for an H200 (docs/performance.md).
+    Read off kernels that ptxas compiled for an H200 (docs/performance.md). Mosaic's take all of an SM.
     """
+    if tile.mosaic:
+        return 1
     key_width, value_width = _padded(heads.head_dim), _padded(heads.v_head_dim)
     token_bytes = (key_width + value_width) * heads.itemsize
     used = token_bytes * tile.block_kv * _stage_buffers(tile) + tile.rows * key_width * heads.itemsize + SCRATCH_BYTES
@@ -88,7 +99,7 @@ def standard_tiles(problem: Problem) -> tuple[TileClass, ...]:
     Few, because each combination that a growing tree meets compiles a program.
     """
     unit = problem.unit
-    costs = problem.profile.tiles
+    costs = [cost for cost in problem.profile.tiles if not cost.mosaic]
     layout = problem.layout
     most = int((layout.row_end - layout.row_begin).max(initial=1)) * problem.heads.group
     narrow = [cost for cost in costs if cost.rows == costs[0].rows][:2]
