@@ -97,7 +97,8 @@ def _profiles(profile: GpuProfile) -> Iterator[tuple[str, GpuProfile]]:
     yield "dear partials", replace(profile, partial_bytes_per_us=profile.partial_bytes_per_us / 4)
     for tile in profile.tiles:
         if tile.block_kv >= 32:
-            yield f"r{tile.rows}k{tile.block_kv}w{tile.warps}", replace(profile, tiles=(tile,))
+            kernel = "mosaic" if tile.mosaic else f"w{tile.warps}"
+            yield f"r{tile.rows}k{tile.block_kv}{kernel}", replace(profile, tiles=(tile,))
 
 
 def _compile(one: Alternative) -> tuple[Any, int]:
@@ -114,7 +115,7 @@ def _record(report: dict[str, Any], one: Alternative, kernels: dict[str, float])
     assert plan.host is not None
     for launch, load in zip(plan.shape.launches, launch_loads(plan)):
         tile = launch.tile
-        us = next(us for name, us in kernels.items() if name.endswith(f"tree_partial_{tile.name()}"))
+        us = next(us for name, us in kernels.items() if tile.name() in name)
         group = one.cell.num_q_heads // one.cell.num_kv_heads
         report["launches"].append(
             {
@@ -122,6 +123,7 @@ def _record(report: dict[str, Any], one: Alternative, kernels: dict[str, float])
                 "heads": list(one.cell.heads),
                 "variant": one.name,
                 "tile": [tile.rows, tile.block_kv, tile.warps, tile.stages],
+                "mosaic": tile.mosaic,
                 "can_mask": tile.masked,
                 "us": round(us, 3),
                 **asdict(load),

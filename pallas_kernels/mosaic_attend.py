@@ -237,6 +237,7 @@ def _masked_step(
             return weight.astype(shared.values.dtype), *softmax
 
         def look_away(*softmax: jax.Array) -> Any:
+            products.none()
             nothing = jnp.zeros((WARPGROUP_ROWS, geo.part), shared.values.dtype)
             return plgpu.layout_cast(nothing, plgpu.Layout.WGMMA), *softmax
 

@@ -18,10 +18,12 @@ class Products(NamedTuple):
         scores: (queries [64, D], keys [T, D], meanwhile) -> float32 [64, T]; ``meanwhile()`` is called when the product
             has been issued.
         accumulate: (out float32 [64, Dv], weights [64, T], values [T, Dv]) -> out + weights values.
+        none: called where both are left out.
     """
 
     scores: Callable[[Any, Any, Callable[[], None]], jax.Array]
     accumulate: Callable[[jax.Array, jax.Array, Any], jax.Array]
+    none: Callable[[], None]
 
 
 def _scores(queries, keys, meanwhile) -> jax.Array:
@@ -40,7 +42,7 @@ def _accumulate(out, weights, values) -> jax.Array:
     return pl.run_state(multiply)(plgpu.ACC.init(out))
 
 
-WGMMA = Products(_scores, _accumulate)
+WGMMA = Products(_scores, _accumulate, lambda: None)
 
 
 def _plain_scores(queries, keys, meanwhile) -> jax.Array:
@@ -57,4 +59,5 @@ def _plain_accumulate(out, weights, values) -> jax.Array:
     return out
 
 
-PLAIN = Products(_plain_scores, _plain_accumulate)
+# What was read to find out that there is nothing to do may be copied over then, too.
+PLAIN = Products(_plain_scores, _plain_accumulate, plgpu.commit_smem)

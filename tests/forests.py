@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 import tree_attention_jax as ta
+from tree_attention_jax.planning.plan import make_problem, plan_of
 from tree_attention_jax.planning.strategies import STRATEGIES
+from tree_attention_jax.planning.strategies._common import make_tiling
+from tree_attention_jax.planning.tiles import tile_class
 
 IMPLEMENTATIONS = ("xla", "pallas_triton")
 # Between them: unmasked and masked items, one launch and several.
@@ -144,6 +147,15 @@ def plan_for(tree: ta.TokenTree, page_size: int, heads: Heads, **plan_options: A
         v_head_dim=heads.v_dim,
         **plan_options,
     )
+
+
+def halves_in_turns(tree: ta.TokenTree, page_size: int, heads: Heads, **problem_options: Any) -> ta.TreePlan:
+    """A plan of the widest tiles, over the whole tree each, in whose masked runs two halves of the rows take turns."""
+    problem = make_problem(tree, page_size, heads.q, heads.kv, heads.dim, heads.v_dim, **problem_options)
+    rows, nodes = problem.layout.num_rows, np.arange(tree.num_nodes, dtype=np.int32)
+    tile = tile_class(128, 32, 4, 5, problem.unit, mosaic=True)
+    ends = [np.array(x, np.int32) for x in ([0], [rows], [0, len(nodes)])]
+    return plan_of(problem, make_tiling(problem, *ends, nodes, np.zeros_like(nodes), tree.kv_len, tiles=(tile,)))
 
 
 def attend(q: Any, k_pages: Any, v_pages: Any, plan: ta.TreePlan, implementation: str = "xla", **options: Any) -> Any:

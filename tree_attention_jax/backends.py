@@ -16,8 +16,8 @@ from pallas_kernels.options import Options
 from pallas_kernels.state import AttentionState
 
 IMPLEMENTATIONS = ("xla", "pallas_triton", "pallas_mosaic", "pallas_mixed", "jax_triton")
-# What is tried where none is asked for. "pallas_mixed" goes first once it has been measured to be faster.
-GPU_DEFAULT = ("pallas_triton", "xla")
+# What is tried where none is asked for.
+GPU_DEFAULT = ("pallas_mixed", "pallas_triton", "xla")
 WHAT_WORKS = "'pallas_triton' runs on NVIDIA GPUs, 'xla' anywhere"
 
 

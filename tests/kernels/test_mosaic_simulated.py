@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forests import Case, Heads, assert_matches_oracle, lay_out, plan_for, poisoned_inputs
+from forests import Case, Heads, assert_matches_oracle, halves_in_turns, lay_out, plan_for, poisoned_inputs
 
 import tree_attention_jax as ta
 from pallas_kernels.mosaic_geometry import NEEDS_JAX
@@ -54,6 +54,8 @@ RAGGED = Case("ragged", lambda: lay_out(ragged(), 8, sharing=True), Heads(4, 2, 
 PREFILL = Case("prefill", lambda: lay_out(prefill(), 16, sharing=True), Heads(4, 1, 64))
 SINGLE = Case("single", lambda: lay_out(TokenTree.from_levels([1, 3], [20, 17]), 16), Heads(2, 2, 64))
 UNEVEN = Case("uneven", lambda: lay_out(TokenTree.from_levels([1, 2], [20, 17]), 16), Heads(6, 2, 64))
+# Parts that both halves of the rows see, one does, and none; the queries side by side, so that one copy moves them all.
+HALVES = Case("halves", lambda: TokenTree.from_levels([1, 2, 8, 32], [23, 70, 17, 32]), Heads(4, 1, 64))
 PASSES = Case("passes", lambda: lay_out(prefill(), 16), Heads(4, 1, 256))
 
 
@@ -64,7 +66,11 @@ def simulate(case: Case, strategy: str, dtype=BF16, kind: str = "mosaic", **opti
     launch_all = importlib.import_module(f"pallas_kernels.attend_{kind}").launch_all
     tree = case.tree()
     inputs = poisoned_inputs(tree, case.page_size, case.heads, dtype, padding=case.padding)
-    plan = plan_for(tree, case.page_size, case.heads, strategy=strategy)
+    plan = (
+        halves_in_turns(tree, case.page_size, case.heads)
+        if strategy == "halves in turns"
+        else plan_for(tree, case.page_size, case.heads, strategy=strategy)
+    )
     q, k, v = inputs.on_device()
     per_head = None
     if options:
@@ -105,6 +111,7 @@ else:
         [
             (SHARED, "per_node"),
             (DRAFTS, "flatten"),
+            pytest.param(HALVES, "halves in turns", marks=pytest.mark.slow),
             pytest.param(RAGGED, "flatten", marks=pytest.mark.slow),
             pytest.param(PREFILL, "per_node", marks=pytest.mark.slow),
             pytest.param(SINGLE, "per_node", marks=pytest.mark.slow),
@@ -158,6 +165,6 @@ else:
         with pytest.raises(NotImplementedError, match=r"pallas_mixed: .*is for Hopper GPUs.*'xla' anywhere"):
             ta.tree_attention(*inputs.on_device(), plan, implementation="pallas_mixed")
 
-    def test_it_is_no_default(monkeypatch):
+    def test_it_is_part_of_the_default(monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        assert backends.resolve(None) == ("pallas_triton", "xla")
+        assert backends.resolve(None) == ("pallas_mixed", "pallas_triton", "xla")

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pallas_kernels.layout import TileClass
+from pallas_kernels.mosaic_geometry import SMALLEST_COPY
 from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import GpuProfile, TileCost
 from tree_attention_jax.planning.tiles import fitted, resident_programs, suits_mosaic
@@ -32,6 +33,8 @@ SLOTS_APART = 1.25
 LAST_WAVE = 0.25
 # Beside its steps a program begins and ends: this share of what that takes while as many programs as fit do the same.
 ENDS = 0.75
+# So many times what it costs, nothing is chosen.
+NEVER = 10.0
 # Below its top, the share of a joined segment's steps that compare intervals: the rest are ancestors of the whole tile.
 MASKED_SHARE = 0.5
 
@@ -159,17 +162,26 @@ def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:
 
     Costs grow with the head dim, and a group never spans more tiles than it must.
     """
-    tree, unit = problem.tree, problem.unit
-    mosaic = suits_mosaic(problem.heads, unit) and problem.unit_for(tree.first_slot, tree.kv_len) == unit
-    return _shapes(problem.profile, problem.heads, unit, shortest_step, mosaic)
+    masked_unit = _masked_unit(problem) if suits_mosaic(problem.heads, problem.unit) else 0
+    return _shapes(problem.profile, problem.heads, problem.unit, masked_unit, shortest_step)
+
+
+def _masked_unit(problem: Problem) -> int:
+    """What masked entries will hold, most likely: a wide tile has masks for what lies below the roots."""
+    tree = problem.tree
+    below = (tree.parent >= 0).nonzero()[0]
+    return problem.unit_for(tree.first_slot.take(below), tree.kv_len.take(below))
 
 
 @functools.lru_cache(maxsize=64)
-def _shapes(profile: GpuProfile, heads: Heads, unit: int, shortest_step: int, mosaic: bool) -> ShapeTable:
+def _shapes(profile: GpuProfile, heads: Heads, unit: int, masked_unit: int, shortest_step: int) -> ShapeTable:
+    """``masked_unit``: tokens that an entry of a Mosaic tile would hold if masked; 0: no such tiles."""
     scale = (heads.head_dim + heads.v_head_dim) / 256
     cost_of: dict[TileClass, TileCost] = {}
     for cost in profile.tiles:
-        if cost.block_kv >= shortest_step and (mosaic or not cost.mosaic):
+        if cost.mosaic and 0 < masked_unit < SMALLEST_COPY:  # then it is for what needs no masks
+            cost = replace(cost, mixed_step_us=NEVER * cost.step_us, masked_step_us=NEVER * cost.step_us)
+        if cost.block_kv >= shortest_step and (masked_unit or not cost.mosaic):
             cost_of.setdefault(fitted(heads, cost, unit), cost)
     if shortest_step and heads.num_kv_heads > 1:
         # Fewer warps for the same tile pay where a single KV head leaves SMs idle. With more heads they would gain 3%

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pallas_kernels.layout import TileClass
+from pallas_kernels.mosaic_geometry import SMALLEST_COPY
 from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum, ragged_places, ragged_runs
 from tree_attention_jax.planning.entries import Entries, make_entries
 from tree_attention_jax.planning.interleaving import take_turns
@@ -113,4 +114,6 @@ def _split(tiling: Tiling, total: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
 
 @functools.lru_cache(maxsize=256)
 def _with_units(tile: TileClass, unit: int, masked_unit: int) -> TileClass:
-    return replace(tile, unit=unit, masked_unit=masked_unit)
+    # Mosaic's kernels copy no shorter entries.
+    mosaic = tile.mosaic and min(unit, masked_unit or unit) >= SMALLEST_COPY
+    return replace(tile, unit=unit, masked_unit=masked_unit, mosaic=mosaic)

@@ -51,6 +51,6 @@ def seen_nodes(problem: Problem) -> np.ndarray:
 
 def profile_tile(problem: Problem, rows: int, block_kv: int) -> TileClass:
     """For strategies that publish their tiles: the profile's nearest by rows, then by the length of a step."""
-    costs = problem.profile.tiles
+    costs = [cost for cost in problem.profile.tiles if not cost.mosaic]
     cost = min(costs, key=lambda tile: (abs(tile.rows - rows), abs(tile.block_kv - block_kv)))
     return fitted(problem.heads, cost, problem.unit)
