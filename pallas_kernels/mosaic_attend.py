@@ -78,8 +78,8 @@ def consume(
     factor = options.scale * LOG2E if folded else 1.0
     common: Any = {"folded": folded, "factor": factor, "geo": geo, "options": options, "products": products}
 
-    def one(turn: Scalar, work: Work, step: Scalar) -> Scalar:
-        del turn
+    def one(work: Work, step: Scalar, following: Work, more: Scalar) -> Scalar:
+        del following, more
         _take_queries(shared, warpgroup, geo)
         rows = _rows(buffer_ref, per_head_ref, work, warpgroup, masked_too, shape, geo, options)
         carry = (

@@ -89,30 +89,46 @@ def produce(
     """Load everything that the consumers of this program ask for, in their order."""
     masked_too = shape.launches[index].tile.masked
 
-    def one(turn: Scalar, work: Work, step: Scalar) -> Scalar:
-        def words(i: Scalar, masked: bool) -> tuple[Scalar, ...]:
-            return _read_words(buffer_ref, work, i, masked, geo)
-
-        kinds = (False, True) if masked_too else (False,)
-        first_words = [words(jnp.int32(0), masked) for masked in kinds]  # on their way while the queries are
-
-        @pl.when(turn > 0)
-        def _():
-            plgpu.barrier_wait(shared.raw_free)
-
+    def load_queries(work: Work) -> None:
         _load_queries(q_ref, buffer_ref, shared, work, shape, geo)
-        for masked, first in zip(kinds, first_words):
 
-            def load(i: Scalar, carry: Any, masked: bool = masked) -> Any:
+    def one(work: Work, step: Scalar, following: Work, more: Scalar) -> Scalar:
+        # The next queries come as soon as these are taken, that is when this pass has begun; but not before its own
+        # first steps, or the ring would be empty meanwhile.
+        blocks = work.blocks(False, geo)
+
+        def next_queries(now: Scalar) -> None:
+            @pl.when(more & now)
+            def _():
+                plgpu.barrier_wait(shared.raw_free)
+                load_queries(following)
+
+        def steps(masked: bool, step: Scalar) -> Scalar:
+            def words(i: Scalar) -> tuple[Scalar, ...]:
+                return _read_words(buffer_ref, work, i, masked, geo)
+
+            def load(i: Scalar, carry: Any) -> Any:
                 step, here = carry
-                following = words(i + 1, masked)  # read ahead, for the reason given at `for_each_work`
+                following_words = words(i + 1)  # read ahead, for the reason given at `for_each_work`
                 _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, here, masked, geo)
-                return step + 1, following
+                if not masked_too:
+                    next_queries(i == jnp.minimum(blocks, geo.stages) - 1)
+                return step + 1, following_words
 
-            step, _ = lax.fori_loop(0, work.blocks(masked, geo), load, (step, first))
+            step, _ = lax.fori_loop(0, work.blocks(masked, geo), load, (step, words(jnp.int32(0))))
+            return step
+
+        step = steps(False, step)
+        if masked_too:
+            next_queries(blocks >= geo.stages)
+            step = steps(True, step)
+            next_queries(blocks < geo.stages)
+        else:
+            next_queries(blocks == 0)
         return step
 
-    steps = for_each_work(buffer_ref, program, index=index, grid=grid, shape=shape, geo=geo, body=one)
+    common: Any = {"index": index, "grid": grid, "shape": shape, "geo": geo}
+    steps = for_each_work(buffer_ref, program, **common, body=one, start=load_queries)
 
     # See every phase end: what is still in flight must not outlive the program.
     @pl.when(buffer_ref[index] * (shape.num_kv_heads * geo.works) > program)
@@ -130,19 +146,23 @@ def produce(
 
 def _load_queries(q_ref: Any, buffer_ref: Any, shared: Shared, work: Work, shape: lo.WorkShape, geo: Geometry) -> None:
     """Query rows of a pass; a box that is no query of it only arrives, and its rows keep what they held."""
-    for w in range(geo.consumers):
+
+    def load(warpgroup: Scalar, carry: None) -> None:
+        def there(here: Any, boxes: Any) -> None:
+            plgpu.copy_gmem_to_smem(q_ref.at[here], shared.raw.at[warpgroup, boxes], shared.raw_full)
+
         for_each_box(
             buffer_ref,
             work,
-            jnp.int32(w),
+            warpgroup,
             shape=shape,
             geo=geo,
             final=True,
-            there=lambda here, boxes, w=w: plgpu.copy_gmem_to_smem(
-                q_ref.at[here], shared.raw.at[w, boxes], shared.raw_full
-            ),
+            there=there,
             absent=lambda: plgpu.barrier_arrive(shared.raw_full),
         )
+
+    lax.fori_loop(0, geo.consumers, load, None)
 
 
 def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absent=None) -> None:

@@ -58,6 +58,9 @@ NEARLY, SMALL_US = 0.08, 50.0
 # Token slots that a program or two walk in microseconds, of whatever kind its entries are. The first steps of a growing
 # tree have no more: of one kind they need one program.
 FEW_SLOTS = 1024
+# The programme takes the SMs to be busy. A few rows of a single KV head leave most of them idle, and more segments, each
+# a partial, would be more programs: so such trees have more candidates, for which partials cost so much less.
+FEW_ROWS, CHEAP = 256, 0.15
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
 
@@ -97,7 +100,8 @@ class _Finalists:
 
 
 def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _Candidates:
-    """The optimum of the programme, the optimum with each of its shapes alone, and one segment for everything."""
+    """The optimum of the programme, the optimum with each of its shapes alone, and one segment for everything; for few
+    rows also the optimum where partials are cheap."""
     levels = table.levels
     time = segment_times(problem, shapes, table.sums, table.alone)
     partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
@@ -110,6 +114,12 @@ def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _C
         found.append(cheapest(table, time[index], partial))
         counts.append(len(found[-1]))
         shape_of.append(np.full(counts[-1], index))
+    if problem.heads.num_kv_heads == 1 and problem.layout.num_rows <= FEW_ROWS:
+        cheap = cheapest(table, np.minimum.reduce(time), CHEAP * partial)
+        for index in np.bincount(time.take(cheap, axis=1).argmin(axis=0)).nonzero()[0]:
+            found.append(cheapest(table, time[index], CHEAP * partial))
+            counts.append(len(found[-1]))
+            shape_of.append(np.full(counts[-1], index))
     twin = 0
     if levels.depth <= levels.spans:
         every = np.arange(len(shapes.tiles))
