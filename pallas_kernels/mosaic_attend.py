@@ -78,8 +78,8 @@ def consume(
     factor = options.scale * LOG2E if folded else 1.0
     common: Any = {"folded": folded, "factor": factor, "geo": geo, "options": options, "products": products}
 
-    def one(work: Work, step: Scalar, following: Work, more: Scalar) -> Scalar:
-        del following, more
+    def one(turn: Scalar, work: Work, step: Scalar) -> Scalar:
+        del turn
         _take_queries(shared, warpgroup, geo)
         rows = _rows(buffer_ref, per_head_ref, work, warpgroup, masked_too, shape, geo, options)
         carry = (
@@ -233,8 +233,8 @@ def _masked_step(
         def look(*softmax: jax.Array, begin=begin, entries=entries, full=every & full) -> Any:
             logits = products.scores(queries, shared.keys.at[stage, begin], lambda: None)
             logits = _masked(logits, rows, entries, full, True, folded, geo, options)
-            weight, *softmax = _go_on(logits, softmax, factor)
-            return weight.astype(shared.values.dtype), *softmax
+            weight, *goes_on = _go_on(logits, softmax, factor)
+            return weight.astype(shared.values.dtype), *goes_on
 
         def look_away(*softmax: jax.Array) -> Any:
             products.none()

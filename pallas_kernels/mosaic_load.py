@@ -89,46 +89,30 @@ def produce(
     """Load everything that the consumers of this program ask for, in their order."""
     masked_too = shape.launches[index].tile.masked
 
-    def load_queries(work: Work) -> None:
+    def one(turn: Scalar, work: Work, step: Scalar) -> Scalar:
+        def words(i: Scalar, masked: bool) -> tuple[Scalar, ...]:
+            return _read_words(buffer_ref, work, i, masked, geo)
+
+        kinds = (False, True) if masked_too else (False,)
+        first_words = [words(jnp.int32(0), masked) for masked in kinds]  # on their way while the queries are
+
+        @pl.when(turn > 0)
+        def _():
+            plgpu.barrier_wait(shared.raw_free)
+
         _load_queries(q_ref, buffer_ref, shared, work, shape, geo)
+        for masked, first in zip(kinds, first_words):
 
-    def one(work: Work, step: Scalar, following: Work, more: Scalar) -> Scalar:
-        # The next queries come as soon as these are taken, that is when this pass has begun; but not before its own
-        # first steps, or the ring would be empty meanwhile.
-        blocks = work.blocks(False, geo)
-
-        def next_queries(now: Scalar) -> None:
-            @pl.when(more & now)
-            def _():
-                plgpu.barrier_wait(shared.raw_free)
-                load_queries(following)
-
-        def steps(masked: bool, step: Scalar) -> Scalar:
-            def words(i: Scalar) -> tuple[Scalar, ...]:
-                return _read_words(buffer_ref, work, i, masked, geo)
-
-            def load(i: Scalar, carry: Any) -> Any:
+            def load(i: Scalar, carry: Any, masked: bool = masked) -> Any:
                 step, here = carry
-                following_words = words(i + 1)  # read ahead, for the reason given at `for_each_work`
+                following = words(i + 1, masked)  # read ahead, for the reason given at `for_each_work`
                 _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, here, masked, geo)
-                if not masked_too:
-                    next_queries(i == jnp.minimum(blocks, geo.stages) - 1)
-                return step + 1, following_words
+                return step + 1, following
 
-            step, _ = lax.fori_loop(0, work.blocks(masked, geo), load, (step, words(jnp.int32(0))))
-            return step
-
-        step = steps(False, step)
-        if masked_too:
-            next_queries(blocks >= geo.stages)
-            step = steps(True, step)
-            next_queries(blocks < geo.stages)
-        else:
-            next_queries(blocks == 0)
+            step, _ = lax.fori_loop(0, work.blocks(masked, geo), load, (step, first))
         return step
 
-    common: Any = {"index": index, "grid": grid, "shape": shape, "geo": geo}
-    steps = for_each_work(buffer_ref, program, **common, body=one, start=load_queries)
+    steps = for_each_work(buffer_ref, program, index=index, grid=grid, shape=shape, geo=geo, body=one)
 
     # See every phase end: what is still in flight must not outlive the program.
     @pl.when(buffer_ref[index] * (shape.num_kv_heads * geo.works) > program)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels import layout as lo
 from pallas_kernels.mosaic_geometry import Geometry
@@ -65,13 +64,9 @@ def for_each_work(
     grid: int,
     shape: lo.WorkShape,
     geo: Geometry,
-    body: Callable[[Work, Scalar, Work, Scalar], Scalar],
-    start: Callable[[Work], None] | None = None,
+    body: Callable[[Scalar, Work, Scalar], Scalar],
 ) -> Scalar:
-    """``step = body(work, step, following, more)`` for every pass of this program; returns the last ``step``.
-
-    ``step`` is 0 at first. ``following`` is the next pass if there is one (``more``). ``start(work)`` is called before
-    the first.
+    """``step = body(turn, work, step)`` for every pass of this program; returns the last ``step``, at first 0.
 
     Every warpgroup of a program walks the same passes. The record of the next one is read while this one runs: a load
     from global memory costs as much time as a short item.
@@ -106,10 +101,7 @@ def for_each_work(
     def turn(i: Scalar, carry: tuple[Scalar, Work]) -> tuple[Scalar, Work]:
         step, work = carry
         following = read(i + 1)
-        return body(work, step, following, i + 1 < turns), following
+        return body(i, work, step), following
 
-    first = read(jnp.int32(0))
-    if start is not None:
-        pl.when(turns > 0)(lambda: start(first))
-    step, _ = lax.fori_loop(0, turns, turn, (jnp.int32(0), first))
+    step, _ = lax.fori_loop(0, turns, turn, (jnp.int32(0), read(jnp.int32(0))))
     return step

@@ -9,6 +9,7 @@ interval. :mod:`pallas_kernels.partial_xla` is the version this must equal.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def partial_attention(
     ``state`` None (the first launch): outputs start uninitialised; every row a reader looks at gets written.
     """
     launch = shape.launches[index]
-    outputs = (
+    outputs: Any = (
         jax.ShapeDtypeStruct((q.shape[0], shape.num_q_heads, shape.v_head_dim), q.dtype),
         jax.ShapeDtypeStruct((q.shape[0], shape.num_q_heads), jnp.float32),
         jax.ShapeDtypeStruct((max(shape.partial_rows, 1), shape.num_q_heads, shape.v_head_dim), jnp.float32),

@@ -58,8 +58,8 @@ NEARLY, SMALL_US = 0.08, 50.0
 # Token slots that a program or two walk in microseconds, of whatever kind its entries are. The first steps of a growing
 # tree have no more: of one kind they need one program.
 FEW_SLOTS = 1024
-# The programme takes the SMs to be busy. A few rows of a single KV head leave most of them idle, and more segments, each
-# a partial, would be more programs: so such trees have more candidates, for which partials cost so much less.
+# The programme takes the SMs to be busy. A few rows of a single KV head leave most of them idle, and more segments,
+# each a partial, would be more programs: so such trees have more candidates, for which partials cost so much less.
 FEW_ROWS, CHEAP = 256, 0.15
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
