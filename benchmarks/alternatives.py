@@ -27,8 +27,10 @@ from benchmarks import harness
 from benchmarks.suites import Cell, cells
 from tree_attention_jax.planning.model import launch_loads
 from tree_attention_jax.planning.plan import make_problem, plan_of
+from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.profile import GpuProfile
 from tree_attention_jax.planning.strategies.auto import auto
+from tree_attention_jax.planning.tiles import suits_mosaic
 
 RESULT = Path(__file__).parent / "results" / "h200_alternatives.json"
 PAGE_SIZE = 16
@@ -80,7 +82,7 @@ def alternatives(cell: Cell, gpu: str | None = None) -> Iterator[Alternative]:
     """Different plans of a cell, the chosen one first."""
     problem = make_problem(cell.tree(), PAGE_SIZE, *cell.heads, cell.head_dim, gpu=gpu)
     seen, chosen_us = set(), None
-    for name, profile in _profiles(problem.profile):
+    for name, profile in _profiles(problem):
         plan = plan_of(problem, auto(replace(problem, profile=profile)))
         assert plan.host is not None
         key = (tuple(launch.tile for launch in plan.shape.launches), plan.host.num_items, plan.host.num_partials)
@@ -91,12 +93,13 @@ def alternatives(cell: Cell, gpu: str | None = None) -> Iterator[Alternative]:
             yield Alternative(cell, name, plan, modelled_us)
 
 
-def _profiles(profile: GpuProfile) -> Iterator[tuple[str, GpuProfile]]:
+def _profiles(problem: Problem) -> Iterator[tuple[str, GpuProfile]]:
+    profile, mosaic = problem.profile, suits_mosaic(problem.heads, problem.unit)
     yield "auto", profile
     yield "cheap partials", replace(profile, partial_bytes_per_us=4 * profile.partial_bytes_per_us)
     yield "dear partials", replace(profile, partial_bytes_per_us=profile.partial_bytes_per_us / 4)
     for tile in profile.tiles:
-        if tile.block_kv >= 32:
+        if tile.block_kv >= 32 and (mosaic or not tile.mosaic):
             kernel = "mosaic" if tile.mosaic else f"w{tile.warps}"
             yield f"r{tile.rows}k{tile.block_kv}{kernel}", replace(profile, tiles=(tile,))
 

@@ -163,7 +163,7 @@ def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:
     Costs grow with the head dim, and a group never spans more tiles than it must.
     """
     masked_unit = _masked_unit(problem) if suits_mosaic(problem.heads, problem.unit) else 0
-    return _shapes(problem.profile, problem.heads, problem.unit, masked_unit, shortest_step)
+    return shape_table(problem.profile, problem.heads, problem.unit, masked_unit, shortest_step)
 
 
 def _masked_unit(problem: Problem) -> int:
@@ -174,8 +174,8 @@ def _masked_unit(problem: Problem) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _shapes(profile: GpuProfile, heads: Heads, unit: int, masked_unit: int, shortest_step: int) -> ShapeTable:
-    """``masked_unit``: tokens that an entry of a Mosaic tile would hold if masked; 0: no such tiles."""
+def shape_table(profile: GpuProfile, heads: Heads, unit: int, masked_unit: int, shortest_step: int = 0) -> ShapeTable:
+    """The same; ``masked_unit``: tokens that an entry of a Mosaic tile would hold if masked; 0: no such tiles."""
     scale = (heads.head_dim + heads.v_head_dim) / 256
     cost_of: dict[TileClass, TileCost] = {}
     for cost in profile.tiles:
