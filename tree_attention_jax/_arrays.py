@@ -18,12 +18,13 @@ def as_int_vector(name: str, value: Any, length: int | None = None) -> np.ndarra
         raise TypeError(f"{name} has dtype {array.dtype}: it must hold integers")
     if length is not None and len(array) != length:
         raise ValueError(f"{name} has {len(array)} entries where {length} are needed")
+    vector = array.astype(np.int32)  # always a copy: the caller may go on changing theirs
     if array.dtype.itemsize > 4 or array.dtype == np.uint32:
-        wide = (array > 2**31 - 1) | (array < -(2**31))
-        if wide.any():
+        wide = vector != array
+        if any_of(wide):
             index = int(np.argmax(wide))
             raise ValueError(f"{name}[{index}] is {array[index]}: it does not fit in 32 bits")
-    return array.astype(np.int32)  # always a copy: the caller may go on changing theirs
+    return vector
 
 
 def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:

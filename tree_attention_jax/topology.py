@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.layout import MAX_SLOTS
-from tree_attention_jax._arrays import all_of, as_int_vector, exclusive_cumsum, ragged_arange
+from tree_attention_jax._arrays import all_of, as_int_vector, exclusive_cumsum, ragged_arange, ragged_places
 
 __all__ = ["TokenTree"]
 
@@ -43,6 +43,7 @@ class TokenTree:
 
     __slots__ = (
         "_checked",
+        "_children",
         "_layout",
         "_offsets",
         "first_slot",
@@ -73,6 +74,7 @@ class TokenTree:
         num_nodes = len(self.parent)
         _check_parent(self.parent)
         self.kv_len = as_int_vector("kv_len", kv_len, num_nodes)
+        self._children = np.bincount(self.parent + 1, minlength=num_nodes + 1)  # roots, then children of each node
         if q_len is None:
             self.q_len = (self.is_leaf() & (self.kv_len > 0)).astype(np.int32)
         else:
@@ -115,12 +117,16 @@ class TokenTree:
         if (sizes < 1).any():
             level = int(np.argmax(sizes < 1))
             raise ValueError(f"nodes_per_level[{level}] is {sizes[level]}: every level has at least one node")
-        level_begin = exclusive_cumsum(sizes)
-        parents = [np.full(sizes[0], -1, np.int32)]
-        for level in range(1, len(sizes)):
-            above = np.arange(sizes[level], dtype=np.int64) * sizes[level - 1] // sizes[level]
-            parents.append((level_begin[level - 1] + above).astype(np.int32))
-        return cls(np.concatenate(parents), np.repeat(tokens, sizes))
+        level, nth = ragged_places(sizes)
+        # Of each level: where the level above begins, and how many it has. As if one root had begun at -1.
+        begin_above, size_above = np.full(len(sizes), -1, np.int64), np.zeros(len(sizes), np.int64)
+        size_above[1:] = sizes[:-1]
+        begin_above[1:] = exclusive_cumsum(sizes[:-1])[:-1]
+        parent = size_above.take(level)
+        parent *= nth
+        parent //= sizes.take(level)
+        parent += begin_above.take(level)
+        return cls(parent, tokens.take(level))
 
     @classmethod
     def from_block_tables(cls, block_tables: Any, kv_lens: Any, q_lens: Any, page_size: int = 16) -> TokenTree:
@@ -231,10 +237,7 @@ class TokenTree:
 
     def is_leaf(self) -> np.ndarray:
         """bool [N]: nodes without children."""
-        leaf = np.ones(self.num_nodes, bool)
-        leaf[self.parent] = False
-        leaf[-1:] = True  # which a root's -1 stands for, and which has no children in any case
-        return leaf
+        return self._children[1:] == 0
 
     def check_pages(self, page_size: int) -> None:
         """Validate what depends on the page size. The result is kept, so a second call costs nothing.
@@ -311,7 +314,7 @@ class TokenTree:
             )
         if self.page_indptr is not None:
             _reject(self.first_slot < 0, lambda i: f"first_slot[{i}] is {self.first_slot[i]}: it must not be negative")
-        if int(kv_len.sum(dtype=np.int64)) >= 2**31:
+        if int(np.add.reduce(kv_len, dtype=np.int64)) >= 2**31:
             raise ValueError(f"kv_len sums to {int(kv_len.sum(dtype=np.int64))}: a forest holds less than 2**31 tokens")
         if self.page_indptr is None or self.page_indices is None:
             return
@@ -340,9 +343,10 @@ def _reject(bad: np.ndarray, describe: Any) -> None:
 
 
 def _check_parent(parent: np.ndarray) -> None:
-    nodes = np.arange(len(parent))
-    if all_of((parent >= -1) & (parent < nodes)):
+    # As a number without a sign, -1 + 1 is 0 and any lower one is huge.
+    if all_of((parent + 1).view(np.uint32) <= np.arange(len(parent), dtype=np.uint32)):
         return
+    nodes = np.arange(len(parent))
     _reject(parent < -1, lambda i: f"parent[{i}] is {parent[i]}: a parent is a node index, or -1 for a root")
     _reject(parent == nodes, lambda i: f"parent[{i}] is {i}: a node cannot be its own parent")
     _reject(
