@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.layout import MAX_SLOTS
-from tree_attention_jax._arrays import all_of, as_int_vector, exclusive_cumsum, ragged_arange, ragged_places
+from tree_attention_jax._arrays import all_of, any_of, as_int_vector, exclusive_cumsum, ragged_arange
 
 __all__ = ["TokenTree"]
 
@@ -43,11 +43,11 @@ class TokenTree:
 
     __slots__ = (
         "_checked",
-        "_children",
         "_layout",
         "_offsets",
         "first_slot",
         "kv_len",
+        "num_children",
         "page_indices",
         "page_indptr",
         "parent",
@@ -74,7 +74,7 @@ class TokenTree:
         num_nodes = len(self.parent)
         _check_parent(self.parent)
         self.kv_len = as_int_vector("kv_len", kv_len, num_nodes)
-        self._children = np.bincount(self.parent + 1, minlength=num_nodes + 1)  # roots, then children of each node
+        self.num_children = np.bincount(self.parent + 1, minlength=num_nodes + 1)  # of the forest: its roots; of nodes
         if q_len is None:
             self.q_len = (self.is_leaf() & (self.kv_len > 0)).astype(np.int32)
         else:
@@ -114,19 +114,17 @@ class TokenTree:
         tokens = as_int_vector("tokens_per_node", tokens_per_node, len(sizes))
         if len(sizes) == 0:
             raise ValueError("nodes_per_level is empty: a forest has at least one level")
-        if (sizes < 1).any():
+        if any_of(sizes < 1):
             level = int(np.argmax(sizes < 1))
             raise ValueError(f"nodes_per_level[{level}] is {sizes[level]}: every level has at least one node")
-        level, nth = ragged_places(sizes)
-        # Of each level: where the level above begins, and how many it has. As if one root had begun at -1.
-        begin_above, size_above = np.full(len(sizes), -1, np.int64), np.zeros(len(sizes), np.int64)
-        size_above[1:] = sizes[:-1]
-        begin_above[1:] = exclusive_cumsum(sizes[:-1])[:-1]
-        parent = size_above.take(level)
-        parent *= nth
-        parent //= sizes.take(level)
-        parent += begin_above.take(level)
-        return cls(parent, tokens.take(level))
+        parents, begin, above = [np.full(sizes[0], -1, np.int64)], 0, int(sizes[0])
+        for size in sizes[1:].tolist():
+            parent = np.arange(0, size * above, above, dtype=np.int64)
+            parent //= size
+            parent += begin
+            parents.append(parent)
+            begin, above = begin + above, size
+        return cls(np.concatenate(parents), tokens.repeat(sizes))
 
     @classmethod
     def from_block_tables(cls, block_tables: Any, kv_lens: Any, q_lens: Any, page_size: int = 16) -> TokenTree:
@@ -184,7 +182,7 @@ class TokenTree:
 
     def query_nodes(self) -> np.ndarray:
         """int32 [num_queries]: the node of each query, in query order."""
-        return self.layout.query_node.copy()
+        return self.layout.query_node.astype(np.int32)
 
     def query_positions(self) -> np.ndarray:
         """int32 [num_queries]: absolute positions (tokens of all proper ancestors + index in the node)."""
@@ -237,7 +235,7 @@ class TokenTree:
 
     def is_leaf(self) -> np.ndarray:
         """bool [N]: nodes without children."""
-        return self._children[1:] == 0
+        return self.num_children[1:] == 0
 
     def check_pages(self, page_size: int) -> None:
         """Validate what depends on the page size. The result is kept, so a second call costs nothing.
