@@ -30,6 +30,7 @@ class Layout:
     position: np.ndarray  # absolute position of the node's first token
     row_begin: np.ndarray  # rows of the subtree: [row_begin, row_end)
     row_end: np.ndarray
+    rows: np.ndarray
     old_len: np.ndarray  # tokens that every row of the subtree sees; the rest is causal among the node's rows
     row_query: np.ndarray  # [num_queries] query index of each row
     query_node: np.ndarray  # [num_queries] in query order; intp
@@ -70,6 +71,7 @@ class Layout:
             position=position,
             row_begin=row_begin,
             row_end=row_begin + rows,
+            rows=rows,
             old_len=old_len,
             row_query=row_query,
             query_node=query_node,

@@ -40,7 +40,7 @@ class Levels:
     inner: np.ndarray  # [I] nodes with children
     leaf: np.ndarray  # the other nodes
     inner_begin: list[int]  # [depth + 1] first inner node of each level
-    above: np.ndarray  # [N] place among the inner nodes of each node's parent; 0 for the virtual root
+    children: np.ndarray  # of each node, how many
     bounds: np.ndarray  # [spans + 1, 2, I]
 
     @property
@@ -60,28 +60,28 @@ class Levels:
     @staticmethod
     def of(problem: Problem, max_span: int) -> Levels:
         tree, layout = problem.tree, problem.layout
-        # Nodes without rows have no descendants with rows, so leaving them out leaves a forest. In a stable sort by
-        # depth the depth-first order survives within each level.
-        order = layout.order
-        rows = layout.row_end - layout.row_begin
-        if not all_of(rows):
-            order = order[rows.take(order) > 0]
-        depth = layout.depth.take(order)
+        # Nodes without rows have no descendants with rows, so leaving them out leaves a forest. The others have rows of
+        # their own within a level, in depth-first order.
+        depth, children = layout.depth, layout.children
+        rank = depth.astype(np.int64)
+        rank <<= 32
+        rank |= layout.row_begin
+        order = rank.argsort(kind="stable")
+        if not all_of(layout.rows):
+            order = order.compress(layout.rows.take(order))
+            depth, children = depth.take(order), np.bincount(layout.parent.take(order) + 1, minlength=len(children))
         counts = np.bincount(depth)
-        if len(counts) <= 2**15:
-            depth = depth.astype(np.int16)  # which NumPy sorts by radix
+        begin = [0, *(exclusive_cumsum(counts) + 1).tolist()]
         node = np.empty(len(order) + 1, np.intp)
         node[0] = -1  # reads the last node's fields, which are overwritten below
-        node[1:] = order.take(np.argsort(depth, kind="stable"))
-        begin = [0, *(exclusive_cumsum(counts) + 1).tolist()]
-        children = np.bincount(tree.parent.take(node[begin[2] :]), minlength=tree.num_nodes).take(node)
+        node[1:] = order
+        children = children[1:].take(node)
         children[0] = counts[0]
         inner, leaf = children.nonzero()[0], (children == 0).nonzero()[0]
-        above = np.zeros(len(node), np.intp)
-        above[1:] = np.arange(len(inner)).repeat(children.take(inner))
         # Children of i: child_begin[i] .. child_begin[i + 1] - 1.
-        child_begin = np.ones(len(node) + 1, np.intp)
-        child_begin[1:] += np.add.accumulate(children)
+        child_begin = np.zeros(len(node) + 1, np.intp)
+        np.add.accumulate(children, out=child_begin[1:])
+        child_begin += 1
         bounds = np.empty((min(len(begin) - 1, max_span) + 1, 2, len(inner)), np.intp)
         bounds[0, 0] = inner
         bounds[0, 1] = inner + 1
@@ -107,9 +107,15 @@ class Levels:
             inner=inner,
             leaf=leaf,
             inner_begin=inner.searchsorted(begin).tolist(),
-            above=above,
+            children=children,
             bounds=bounds,
         )
+
+    def above(self) -> np.ndarray:
+        """[N]: place among the inner nodes of each node's parent; 0 for the virtual root."""
+        above = np.zeros(self.num_nodes, np.intp)
+        above[1:] = np.arange(len(self.inner)).repeat(self.children.take(self.inner))
+        return above
 
     @property
     def sums_size(self) -> int:

@@ -68,7 +68,8 @@ def _trace(table: SegmentTable, chosen: np.ndarray) -> np.ndarray:
         return np.array([table.place(BELOW, last, 0)])
     if last > 1 and levels.begin[2] == 2 and chosen[BELOW, 0] == 0 and chosen[FROM, 1] == last - 1:
         return np.array([table.place(FROM, last - 1, 1)])
-    inner, above = levels.inner, levels.above.take(levels.inner)
+    inner, above_each = levels.inner, levels.above()
+    above = above_each.take(inner)
     # How many levels the segment that a node is in goes on below it; if none, the one that begins right below it.
     left = np.full(len(inner), levels.depth)
     left[0] = chosen[BELOW, 0]
@@ -86,7 +87,7 @@ def _trace(table: SegmentTable, chosen: np.ndarray) -> np.ndarray:
     begins = goes_on == 0
     below_begins = (chosen[BELOW] > 0) & ((goes_on == 1) | (begins & (chosen[FROM] == 0)))
     from_it, below_it = begins.nonzero()[0], below_begins.nonzero()[0]
-    leaf = (left.take(levels.above.take(levels.leaf)) == 0).nonzero()[0]
+    leaf = (left.take(above_each.take(levels.leaf)) == 0).nonzero()[0]
     return np.concatenate(
         [
             table.place(FROM, chosen[FROM].take(from_it), from_it),
