@@ -138,16 +138,22 @@ class Levels:
         child, end = self.bounds[1]
         return child * (end - child == 1)
 
-    def sums(self, values: np.ndarray) -> np.ndarray:
-        """float64 [V, N + 1]: prefix sums of V values of all nodes."""
-        prefix = np.zeros((len(values), self.num_nodes + 1))
-        np.add.accumulate(values, axis=1, dtype=np.float64, out=prefix[:, 1:])
-        return prefix
+    def sums(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Prefix sums of two values of all nodes, float64: [N + 1] of the first, and [N + 1, 2] of both."""
+        first, both = np.zeros(self.num_nodes + 1), np.zeros((self.num_nodes + 1, 2))
+        both[1:] = values
+        np.add.accumulate(both[:, 0], out=first)
+        np.add.accumulate(both[:, 1], out=both[:, 1])
+        both[:, 0] = first
+        return first, both
 
     def sum_down(self, prefix: np.ndarray) -> np.ndarray:
-        """[V, spans, I]: sums of V values over inner node i and its descendants down to k levels below, for each k."""
-        ends = prefix.take(self.bounds[:-1], axis=1)
-        return np.add.accumulate(ends[:, :, 1] - ends[:, :, 0], axis=1)
+        """[spans * I, 2]: sums of two values over inner node i and its descendants down to k levels below, for each k."""
+        ends = prefix.take(self.bounds[:-1], axis=0)
+        sums = ends[:, 1] - ends[:, 0]
+        for k in range(1, len(sums)):  # faster than to accumulate along the first axis
+            sums[k] += sums[k - 1]
+        return sums.reshape(-1, 2)
 
     def nodes_of_tiles(
         self, row0: np.ndarray, row1: np.ndarray, top: np.ndarray, below: np.ndarray, span: np.ndarray

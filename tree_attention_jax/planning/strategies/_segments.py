@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tree_attention_jax._arrays import ceil_div
+from tree_attention_jax._arrays import ragged_places
 from tree_attention_jax.planning.cost import MASKED_SHARE, OVERLAP, ShapeTable
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._levels import Levels
@@ -40,15 +40,17 @@ class Sums:
         met += self.total
         return np.minimum(met, self.total * tiles, out=met)
 
-    def masked(self, tiles: np.ndarray, walked: np.ndarray) -> np.ndarray:
-        """About how many of the tokens walked are masked: never the top's own, which every row sees."""
-        masked = walked - self.own * tiles
-        np.maximum(masked, 0, out=masked)
-        masked *= np.float32(MASKED_SHARE)
-        return masked
-
     def tiles(self, queries: np.ndarray) -> np.ndarray:
         return np.ceil(self.rows / queries)
+
+
+def masked_tokens(own: np.ndarray, tiles: np.ndarray, walked: np.ndarray) -> np.ndarray:
+    """About how many of the tokens walked are masked: never the top's own, which every row sees."""
+    masked = own * tiles
+    np.subtract(walked, masked, out=masked)
+    np.maximum(masked, 0, out=masked)
+    masked *= np.float32(MASKED_SHARE)
+    return masked
 
 
 @dataclass(frozen=True)
@@ -64,50 +66,56 @@ class SegmentTable:
     span: np.ndarray  # [F] levels below the top
     pairs: np.ndarray  # of the (span, inner node) pairs that are listed, their places among all pairs
     first: np.ndarray  # [spans] where each span begins among those listed
-    alone: np.ndarray  # bool [F]: one node, with its own tokens
     sums: Sums
     exact: np.ndarray  # [4, F] the same, but with own tokens that are not rounded up to entries
     token_sums: np.ndarray  # [N + 1] prefix sums of the nodes' tokens, with the idle ones of their entries
 
     @staticmethod
     def of(levels: Levels, unit: int) -> SegmentTable:
-        inner, leaf = levels.inner, levels.leaf
-        listed = np.arange(levels.spans)[:, None] < levels.depth - levels.level.take(inner)
-        span, place = listed.nonzero()
-        pairs = span * len(inner) + place
-        top = np.concatenate([leaf, inner.take(place), inner.take(place)])
-
+        inner, leaf, spans = levels.inner, levels.leaf, levels.spans
+        # Inner nodes are in order of their levels: those that have so many levels below them are the first ones.
+        first = np.zeros(spans + 1, np.intp)
+        np.add.accumulate(levels.inner_begin[levels.depth : levels.depth - spans : -1], out=first[1:])
+        span, place = ragged_places(first[1:] - first[:-1])
+        pairs = span * len(inner)
+        pairs += place
+        listed = inner.take(place)
+        top = np.concatenate([leaf, listed, listed])
+        idle = -levels.tokens  # slots of each node's last entry
+        idle &= unit - 1
+        idle *= levels.tokens >= idle  # short runs will get entries of one token (:func:`.entries._units`)
+        idle += levels.tokens
+        tokens = idle.astype(np.float32)
         rows = levels.rows.astype(np.float32)
-        padded = ceil_div(levels.tokens, unit) * unit
-        values = np.empty((2, levels.num_nodes), np.float32)  # tokens, and extra
-        # Short runs will get entries of one token (:func:`.entries._units`).
-        values[0] = padded
-        np.copyto(values[0], levels.tokens, where=2 * levels.tokens < padded)
-        np.multiply(values[0], rows - 1, out=values[1])
+        values = np.empty((levels.num_nodes, 2), np.float32)
+        values[:, 0] = tokens
+        np.multiply(tokens, rows - 1, out=values[:, 1])
+        token_sums, sums = levels.sums(values)
+        listed_sums = levels.sum_down(sums).take(pairs, axis=0).astype(np.float32)
         exact = np.empty((4, len(top)), np.float32)
         exact[0] = rows.take(top)
-        totals = exact[1:3]
-        totals[:, : len(leaf)] = values.take(leaf, axis=1)
-        from_it, below_it = totals[:, len(leaf) :].reshape(2, 2, -1).swapaxes(0, 1)
-        prefix = levels.sums(values)
-        from_it[:] = levels.sum_down(prefix).reshape(2, -1).take(pairs, axis=1)
-        np.subtract(from_it, from_it.take(place, axis=1), out=below_it)
+        total = exact[1:3].T
+        total[: len(leaf)] = values.take(leaf, axis=0)
+        total[len(leaf) : -len(pairs)] = listed_sums
+        np.subtract(listed_sums, listed_sums.take(place, axis=0), out=total[-len(pairs) :])
         whole = top.copy()  # the node that all rows of the segment see whole; the virtual root stands for none
         whole[-len(pairs) :] = levels.only_child().take(place)
-        own, exact[3] = values[0].take(whole), levels.tokens.take(whole)
-        alone = np.zeros(len(top), bool)
-        alone[: levels.num_nodes] = True  # the leaves, and span 0 from each inner node
+        exact[3] = levels.tokens.take(whole)
         return SegmentTable(
             levels=levels,
             top=top,
             span=np.concatenate([np.zeros(len(leaf), np.intp), span, span]),
             pairs=pairs,
-            first=span.searchsorted(np.arange(levels.spans)),
-            alone=alone,
-            sums=Sums(rows=exact[0], total=exact[1], extra=exact[2], own=own),
+            first=first,
+            sums=Sums(rows=exact[0], total=exact[1], extra=exact[2], own=tokens.take(whole)),
             exact=exact,
-            token_sums=prefix[0],
+            token_sums=token_sums,
         )
+
+    @property
+    def num_alone(self) -> int:
+        """The first so many are one node each, with its own tokens: the leaves, and span 0 from each inner node."""
+        return self.levels.num_nodes
 
     def below(self, place: np.ndarray) -> np.ndarray:
         """bool: segments without their top's own tokens."""
@@ -135,22 +143,18 @@ class SegmentTable:
         return Sums(*self.exact.take(place, axis=1))
 
 
-def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums, alone: np.ndarray) -> np.ndarray:
-    """float32 [S, M]: time of each segment with each of S shapes, as a part of a launch that fills the GPU.
-
-    Args:
-        problem: gives the rates.
-        shapes: S of them.
-        sums: of the segments.
-        alone: which segments are one node by itself, which needs no masks; nor does a tile of one query.
-    """
-    costs, width = shapes.segment_costs, problem.heads.token_bytes
+def segment_times(problem: Problem, shapes: ShapeTable, table: SegmentTable) -> np.ndarray:
+    """float32 [S, F]: time of each segment with each of S shapes, as a part of a launch that fills the GPU."""
+    costs, width, sums = shapes.segment_costs, problem.heads.token_bytes, table.sums
     tiles = sums.tiles(costs.queries)
     walked = sums.walked(costs.queries, tiles)
-    work = sums.masked(tiles, walked)
-    work *= costs.masked_us
-    work += walked * costs.token_us
-    np.multiply(walked, costs.plain_us, out=work, where=alone)
+    # One node by itself needs no masks.
+    work, alone = np.empty_like(walked), table.num_alone
+    np.multiply(walked[:, :alone], costs.plain_us, out=work[:, :alone])
+    joined = masked_tokens(sums.own[alone:], tiles[:, alone:], walked[:, alone:])
+    joined *= costs.masked_us
+    np.multiply(walked[:, alone:], costs.token_us, out=work[:, alone:])
+    work[:, alone:] += joined
     tiles *= costs.tile_us
     work += tiles
     memory = sums.total * np.float32(width / problem.profile.bytes_per_us)

@@ -39,7 +39,7 @@ from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._launches import Blocks, price, spread, starts
 from tree_attention_jax.planning.strategies._levels import Levels
 from tree_attention_jax.planning.strategies._segmentation import cheapest
-from tree_attention_jax.planning.strategies._segments import SegmentTable, segment_times
+from tree_attention_jax.planning.strategies._segments import SegmentTable, masked_tokens, segment_times
 from tree_attention_jax.planning.tiling import Tiling
 
 # Candidates that are cut into tiles: so many at most, and none whose estimate is so many times the best one.
@@ -99,7 +99,7 @@ class _Finalists:
 def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _Candidates:
     """The optimum of the programme, the optimum with each of its shapes alone, and one segment for everything."""
     levels = table.levels
-    time = segment_times(problem, shapes, table.sums, table.alone)
+    time = segment_times(problem, shapes, table)
     partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
 
     best = cheapest(table, np.minimum.reduce(time), partial)
@@ -131,8 +131,8 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     rows, tiles = np.minimum(sums.rows, queries), sums.tiles(queries)
     walked = sums.walked(queries, tiles)
     can_mask = rows > 1  # a single row sees all that its tile walks
-    can_mask &= ~table.alone.take(segments)
-    masked = sums.masked(tiles, walked)
+    can_mask &= segments >= table.num_alone
+    masked = masked_tokens(sums.own, tiles, walked)
     masked *= can_mask
     key = _launch_keys(problem, shapes, owner * num_kinds + 2 * shape, can_mask, shape, walked)
     if len(key) > len(candidates.first):  # else each launch has one segment, and they are in order
