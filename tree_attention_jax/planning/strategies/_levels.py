@@ -128,9 +128,10 @@ class Levels:
 
         For k = 0 of the children in the first sums, for other k of the descendants k levels down in the second.
         """
-        places = self.bounds[:-1] + (np.arange(self.spans)[:, None] + self.level.take(self.inner))[:, None]
-        places[0] = places[1]
+        zeros = np.arange(self.spans)[:, None] + self.level.take(self.inner)  # before such sums, but for the very first
+        places = self.bounds[:-1] + zeros[:, None]
         places[1:] += self.sums_size
+        np.add(self.bounds[1], zeros[1], out=places[0])
         return places
 
     def only_child(self) -> np.ndarray:

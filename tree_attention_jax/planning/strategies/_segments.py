@@ -131,11 +131,11 @@ class SegmentTable:
 
     def by_node(self, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Times of all segments as [2, spans, I], without end for pairs that are not listed, and [leaves]."""
-        levels = self.levels
-        num_leaves = len(levels.leaf)
+        levels, num_leaves = self.levels, len(self.levels.leaf)
         inner = np.empty((2, levels.spans * len(levels.inner)))
         inner.fill(np.inf)
-        inner[:, self.pairs] = time[num_leaves:].reshape(2, -1)
+        inner[FROM][self.pairs] = time[num_leaves : -len(self.pairs)]
+        inner[BELOW][self.pairs] = time[-len(self.pairs) :]
         return inner.reshape(2, levels.spans, -1), time[:num_leaves]
 
     def pick(self, place: np.ndarray) -> Sums:
