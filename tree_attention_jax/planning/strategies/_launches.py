@@ -8,7 +8,7 @@ over all SMs, the longest item's latency, and the partials that the pieces write
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ MIN_TOKENS = 64
 SHORT_TAIL = 0.2
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Equal row tiles, grouped by launch. Float64 but for the first two."""
 
     first: np.ndarray  # [L] each launch's first group
@@ -31,21 +30,10 @@ class Blocks:
     rows: np.ndarray
 
 
-@dataclass(frozen=True)
-class Pricing:
-    """Per launch, [L].
-
-    Attributes:
-        limit: tokens an item may have at most; 0 where none is split.
-        time: microseconds, with the partials that splitting adds.
-    """
-
-    limit: np.ndarray
-    time: np.ndarray
-
-
-def price(problem: Problem, costs: LaunchCosts, blocks: Blocks, memory: np.ndarray, reduced: np.ndarray) -> Pricing:
-    """The best limit of every launch.
+def price(
+    problem: Problem, costs: LaunchCosts, blocks: Blocks, memory: np.ndarray, reduced: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Launches with items of different lengths.
 
     Args:
         problem: gives heads and rates.
@@ -53,21 +41,29 @@ def price(problem: Problem, costs: LaunchCosts, blocks: Blocks, memory: np.ndarr
         blocks: of all launches.
         memory: [L] time to read the launch's K/V once.
         reduced: [L] the rows have other partials, so that a split makes no final result partial.
+
+    Returns:
+        [lengths, L] microseconds, with the partials that splitting adds, without end where a limit makes no sense, and
+        [lengths] tokens that an item may have at most; 0: none is split.
     """
     profile, first = problem.profile, blocks.first
     longest = np.maximum.reduceat(blocks.tokens, first)
-    steps = np.add.reduceat(np.ceil(blocks.tokens / costs.block_kv.take(blocks.launch)) * blocks.count, first)
-    length, limits = _lengths(max(int(longest.max()) - 1, 0).bit_length())
+    steps = np.ceil(blocks.tokens / costs.block_kv.take(blocks.launch))
+    steps *= blocks.count
+    steps = np.add.reduceat(steps, first)
+    length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
     items, written = _splits(blocks, length, reduced)
     most = np.ceil(np.minimum(length, longest) / costs.block_kv)
     time = launch_time(profile, costs, steps, items, most, memory)
-    worth = most[0] * costs.latency_us > SHORT_TAIL * time[0]
+    split, shorter = time[1:], length[1:]
+    senseless = shorter < costs.block_kv
+    senseless |= shorter >= longest
+    senseless |= most[0] * costs.latency_us <= SHORT_TAIL * time[0]
     written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
     time += written
-    split, shorter = time[1:], length[1:]
     split += profile.launch_us * ~reduced
-    np.copyto(split, np.inf, where=~(worth & (shorter >= costs.block_kv) & (shorter < longest)))
-    return Pricing(limits.take(time.argmin(axis=0)), np.minimum.reduce(time))
+    split[senseless] = np.inf
+    return time, limits
 
 
 @functools.lru_cache(maxsize=64)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import all_of, exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import all_of, exclusive_cumsum
 from tree_attention_jax.planning.problem import Problem
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """Tile i sees nodes ``low[j] .. high[j] - 1`` for each j in its CSR range, one a level."""
 
     indptr: np.ndarray
     low: np.ndarray
     high: np.ndarray
+    count: np.ndarray  # high - low
     partly: np.ndarray  # bool: some of the tile's rows do not see them
 
 
@@ -157,32 +158,31 @@ class Levels:
         return sums.reshape(-1, 2)
 
     def nodes_of_tiles(
-        self, row0: np.ndarray, row1: np.ndarray, top: np.ndarray, below: np.ndarray, span: np.ndarray
+        self, row0: np.ndarray, row1: np.ndarray, owner: np.ndarray, top: np.ndarray, below: np.ndarray, span: np.ndarray
     ) -> Seen:
         """Which nodes tiles walk, ``below .. span`` levels below their segments' tops.
 
         Args:
             row0, row1: the tiles' rows, all of them below the top.
-            top, below, span: of each tile's segment.
+            owner: the tiles' segments.
+            top, below, span: of each segment.
         """
-        pairs = span + 1 - below
+        # Within a level rows ascend, so over all levels (level, row) does.
+        stride = int(self.row_end[0]) + 1
+        above = self.level * stride
+        begin, end = above + self.row_begin, above + self.row_end
+        pairs = (span + 1 - below).take(owner)
         indptr = exclusive_cumsum(pairs)
-        tile, nth = ragged_places(pairs)
-        low = top.take(tile)
-        high, partly = low + 1, np.zeros(len(low), bool)
-        # The top itself is seen by all rows; the others are searched for.
-        down = below.take(tile) + nth
-        deeper = down.nonzero()[0]
-        if len(deeper):
-            tile = tile.take(deeper)
-            row0, row1 = row0.take(tile), row1.take(tile)
-            # Within a level rows ascend, so over all levels (level, row) does.
-            stride = int(self.row_end[0]) + 1
-            above, level = self.level * stride, (self.level.take(top).take(tile) + down.take(deeper)) * stride
-            first = np.searchsorted(above + self.row_end, level + row0, "right")
-            last = np.searchsorted(above + self.row_begin, level + row1, "left")
-            low[deeper], high[deeper] = first, last
-            partly[deeper] = last - first > 1
-            alone = np.minimum(first, self.num_nodes - 1)  # there may be none, at the end of the last level
-            partly[deeper] |= (self.row_begin.take(alone) > row0) | (self.row_end.take(alone) < row1)
-        return Seen(indptr, low, high, partly)
+        at = (above.take(top) + below * stride).take(owner)  # where a tile begins in its first level
+        at += row0
+        at -= indptr[:-1] * stride
+        low = np.arange(0, int(indptr[-1]) * stride, stride)
+        low += at.repeat(pairs)
+        high = low + (row1 - row0).repeat(pairs)
+        first, last = end.searchsorted(low, "right"), begin.searchsorted(high)
+        count = last - first
+        # None of the three is so if all rows of the tile see its only node.
+        partly = count > 1
+        partly |= begin.take(first, mode="clip") > low
+        partly |= end.take(first, mode="clip") < high
+        return Seen(indptr, first, last, count, partly)
