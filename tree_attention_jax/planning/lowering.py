@@ -40,7 +40,7 @@ def lower(problem: Problem, tiling: Tiling, *, mask_all: bool = False) -> Items:
     tiling = _row_tiles(problem, tiling)
     pieces = take_turns(problem, tiling, cut_into_pieces(problem, tiling))
     if mask_all:
-        pieces = replace(pieces, masked=np.ones_like(pieces.masked))
+        pieces = pieces._replace(masked=np.ones_like(pieces.masked))
     plain, masked, units = make_entries(problem, pieces, tiling)
     return _items(tiling, plain, masked, units)
 
