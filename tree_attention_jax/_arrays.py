@@ -65,12 +65,15 @@ def ragged_ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def all_of(mask: np.ndarray) -> bool:
-    """``mask.all()``, in a third of the time where masks are short; so is :func:`any_of`."""
-    return int(np.count_nonzero(mask)) == len(mask)
+    """``mask.all()`` of a vector, in a fraction of the time where masks are short; so is :func:`any_of`.
+
+    Also of numbers, none of them negative.
+    """
+    return len(mask) == 0 or bool(mask[mask.argmin()])
 
 
 def any_of(mask: np.ndarray) -> bool:
-    return int(np.count_nonzero(mask)) > 0
+    return len(mask) > 0 and bool(mask[mask.argmax()])
 
 
 def ceil_div(a: Any, b: Any) -> Any:

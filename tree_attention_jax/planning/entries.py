@@ -76,7 +76,7 @@ def _repeats(pieces: Pieces, num_plain: int, num_tiles: int) -> np.ndarray | Non
 
     The row tiles of a segment all walk its top, and a thousand copies of a prompt's entries would be most of a plan.
     """
-    tile, node, begin, end, _, _, reserve = (column[:num_plain] for column in pieces)
+    tile, node, begin, end = (column[:num_plain] for column in pieces[:4])
     count = np.bincount(tile, minlength=num_tiles)
     same = np.zeros(num_tiles, bool)
     np.equal(count[1:], count[:-1], out=same[1:])
@@ -88,7 +88,8 @@ def _repeats(pieces: Pieces, num_plain: int, num_tiles: int) -> np.ndarray | Non
     differs = node != node.take(before)
     differs |= begin != begin.take(before)
     differs |= end != end.take(before)
-    differs |= reserve
+    if pieces.reserve is not None:
+        differs |= pieces.reserve[:num_plain]
     same &= np.bincount(tile, differs, num_tiles) == 0
     return same if any_of(same) else None
 
@@ -130,8 +131,9 @@ def _expand(
     border = int(np.add.reduce(counts[:num_plain]))
     # Only masked entries say who sees them.
     masked = piece[border:]
-    low, high = (rows.take(node).take(masked) for rows in (layout.row_begin, layout.row_end))
-    if any_of(pieces.causal):
+    masked_node = node.take(masked)
+    low, high = layout.row_begin.take(masked_node), layout.row_end.take(masked_node)
+    if pieces.causal is not None:
         seen_from = ((layout.row_begin - layout.old_len).take(node) - before).take(masked) + begin[border:]
         low = np.where(pieces.causal.take(masked), ~seen_from, low)
     none = np.zeros(0, np.int32)

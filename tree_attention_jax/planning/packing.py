@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ FEW_PARTIALS, MANY_PARTIALS = 4, 16
 FEW_ON_AVERAGE, FEW_QUERIES = 8, 64
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """The buffer, its static description, and the real counts (kept on the host only)."""
 
     buffer: np.ndarray
@@ -30,8 +29,7 @@ class Packed:
     num_partials: int
 
 
-@dataclass(frozen=True)
-class _Places:
+class _Places(NamedTuple):
     """Where each section of the buffer begins."""
 
     launches: tuple[lo.Launch, ...]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +15,7 @@ from tree_attention_jax.planning.strategies._levels import Levels
 FROM, BELOW = 0, 1
 
 
-@dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """What the cost of segments depends on; float32.
 
     Attributes:
@@ -53,8 +51,7 @@ def masked_tokens(own: np.ndarray, tiles: np.ndarray, walked: np.ndarray) -> np.
     return masked
 
 
-@dataclass(frozen=True)
-class SegmentTable:
+class SegmentTable(NamedTuple):
     """Every segment that ``auto`` may choose, [F]: each leaf by itself, then those from and those below inner nodes.
 
     Either of the last two lists each pair of a span and an inner node that ends within the tree, by span. Most inner

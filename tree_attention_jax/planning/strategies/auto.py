@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_places, ragged_runs
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
@@ -245,16 +245,19 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     indptr = seen.indptr[begin : end + 1]
     runs = slice(indptr[0], indptr[-1])
     counts = seen.count[runs]
-    node = levels.node.take(ragged_runs(seen.low[runs], counts))
+    upto = exclusive_cumsum(counts)
+    place = np.arange(upto[-1])
+    place += (seen.low[runs] - upto[:-1]).repeat(counts)
+    node = levels.node.take(place)
     return Tiling(
         row_begin=row0[begin:end],
         row_end=row1[begin:end],
-        run_indptr=exclusive_cumsum(counts).take(indptr - indptr[0]),
+        run_indptr=upto.take(indptr - indptr[0]),
         node=node,
         begin=np.zeros(len(node), np.int32),
         end=problem.tree.kv_len.take(node),
         tile=(which - low).astype(np.int32),
-        max_tokens=limits.take(times.argmin(axis=0)).take(which),
+        max_tokens=limits.take(times.argmin(axis=0).take(which)),
         tiles=tuple(shapes.tiles[index] for index in kind[low:high].tolist()),
         uniform=_is_tiny(problem),
     )
