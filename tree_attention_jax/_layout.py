@@ -60,8 +60,9 @@ class Layout:
             query_node, nth = ragged_places(q_len)
             # A single new token is seen by its own row and all below, just like an old one.
             old_len = kv_len - q_len * (q_len > 1)
-        row_query = np.empty(num_rows, np.int32)
-        row_query[row_begin.take(query_node) + nth] = np.arange(num_rows, dtype=np.int32)
+        row_query, row = np.empty(num_rows, np.int32), row_begin.take(query_node).astype(np.intp)
+        row += nth
+        row_query[row] = np.arange(num_rows, dtype=np.int32)
         query_position = (position + kv_len - q_len).take(query_node)
         query_position += nth
         return cls(

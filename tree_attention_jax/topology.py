@@ -60,6 +60,7 @@ class TokenTree:
     page_indptr: np.ndarray | None
     page_indices: np.ndarray | None
     first_slot: np.ndarray
+    num_children: np.ndarray  # int [N + 1]: of the forest, which are its roots; then of each node
 
     def __init__(
         self,
@@ -72,9 +73,10 @@ class TokenTree:
     ):
         self.parent = as_int_vector("parent", parent)
         num_nodes = len(self.parent)
-        _check_parent(self.parent)
+        above = self.parent + 1
+        _check_parent(self.parent, above)
         self.kv_len = as_int_vector("kv_len", kv_len, num_nodes)
-        self.num_children = np.bincount(self.parent + 1, minlength=num_nodes + 1)  # of the forest: its roots; of nodes
+        self.num_children = np.bincount(above, minlength=num_nodes + 1)
         if q_len is None:
             self.q_len = (self.is_leaf() & (self.kv_len > 0)).astype(np.int32)
         else:
@@ -340,9 +342,9 @@ def _reject(bad: np.ndarray, describe: Any) -> None:
         raise ValueError(describe(int(np.argmax(bad))))
 
 
-def _check_parent(parent: np.ndarray) -> None:
-    # As a number without a sign, -1 + 1 is 0 and any lower one is huge.
-    if all_of((parent + 1).view(np.uint32) <= np.arange(len(parent), dtype=np.uint32)):
+def _check_parent(parent: np.ndarray, above: np.ndarray) -> None:
+    # Without a sign, ``above`` = parent + 1 is huge where the parent is below -1.
+    if all_of(above.view(np.uint32) <= np.arange(len(parent), dtype=np.uint32)):
         return
     nodes = np.arange(len(parent))
     _reject(parent < -1, lambda i: f"parent[{i}] is {parent[i]}: a parent is a node index, or -1 for a root")

@@ -141,16 +141,16 @@ def _expand(
 
     def part(first: int, last: int, which: slice, rows: tuple[np.ndarray, np.ndarray]) -> Entries:
         of_tile, listed = pieces.tile[first:last], counts[first:last]
-        held = real = np.bincount(of_tile, listed, num_tiles)
+        held = real = np.bincount(of_tile, listed, num_tiles).astype(np.int32)
         if problem.horizon:
-            real = np.bincount(of_tile, listed * ~pieces.reserve[first:last], num_tiles)
+            real = np.bincount(of_tile, listed * ~pieces.reserve[first:last], num_tiles).astype(np.int32)
         return Entries(
             word=word[which],
             position=position[which],
             low=rows[0],
             high=rows[1],
             begin=exclusive_cumsum(held)[:-1],
-            real=real.astype(np.int32),
+            real=real,
             tile=tile[which],
             node=node[which],
             chunk=chunk[which],

@@ -91,5 +91,6 @@ class Problem:
         if total >= 2 * unit * len(tokens):
             return unit  # long runs: however they begin, their ends pad less than they hold
         entries = ceil_div(begin % unit + tokens, unit)
-        padded = unit * int(entries[tokens > 0].sum())
+        entries *= tokens > 0
+        padded = unit * int(np.add.reduce(entries))
         return unit if padded <= 2 * total else 1

@@ -92,7 +92,7 @@ class _Finalists(NamedTuple):
     memory: np.ndarray  # [L] time to read its K/V once
     ranks: list[int]  # the candidates, best estimate first
     reduction: np.ndarray  # of all candidates: time of the partials that they write, and of the launch that merges them
-    unusual: np.ndarray  # of all candidates: they have other shapes than the usual one
+    unusual: list[bool]  # of all candidates: they have other shapes than the usual one
 
 
 def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _Candidates:
@@ -156,9 +156,9 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
     written += profile.launch_us
     reduction = written * has_partials
-    unusual = np.bincount(owner, shape != shapes.usual) > 0
-    if problem.heads.num_kv_heads == 1:
-        unusual[:] = True
+    unusual = [True] * len(written)
+    if problem.heads.num_kv_heads > 1:
+        unusual = (np.bincount(owner, shape != shapes.usual) > 0).tolist()
     time = _comparable(np.bincount(whose, np.minimum.reduce(times)) + reduction, unusual)
 
     best = sorted(range(len(time)), key=time.__getitem__)[: FINALISTS if num_rows < MANY_ROWS else 1]
@@ -184,10 +184,9 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     )
 
 
-def _comparable(time: np.ndarray, unusual: np.ndarray) -> list[float]:
+def _comparable(time: np.ndarray, unusual: list[bool]) -> list[float]:
     """Times of candidates as they are compared: see ``NEARLY``."""
-    time *= 1 + NEARLY * (unusual | (time > SMALL_US))
-    return time.tolist()
+    return [us * (1 + NEARLY * (other or us > SMALL_US)) for us, other in zip(time.tolist(), unusual)]
 
 
 def _is_tiny(problem: Problem) -> bool:
