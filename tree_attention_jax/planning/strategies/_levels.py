@@ -42,7 +42,7 @@ class Levels:
     leaf: np.ndarray  # the other nodes
     inner_begin: list[int]  # [depth + 1] first inner node of each level
     children: np.ndarray  # of each node, how many
-    bounds: np.ndarray  # [spans + 1, 2, I]
+    spans: int  # levels a segment may hold
 
     @property
     def num_nodes(self) -> int:
@@ -52,11 +52,6 @@ class Levels:
     def depth(self) -> int:
         """Levels, the virtual root's included."""
         return len(self.begin) - 1
-
-    @property
-    def spans(self) -> int:
-        """Levels a segment may hold."""
-        return len(self.bounds) - 1
 
     @staticmethod
     def of(problem: Problem, max_span: int) -> Levels:
@@ -79,15 +74,6 @@ class Levels:
         children = children[1:].take(node)
         children[0] = counts[0]
         inner, leaf = children.nonzero()[0], (children == 0).nonzero()[0]
-        # Children of i: child_begin[i] .. child_begin[i + 1] - 1.
-        child_begin = np.zeros(len(node) + 1, np.intp)
-        np.add.accumulate(children, out=child_begin[1:])
-        child_begin += 1
-        bounds = np.empty((min(len(begin) - 1, max_span) + 1, 2, len(inner)), np.intp)
-        bounds[0, 0] = inner
-        bounds[0, 1] = inner + 1
-        for k in range(len(bounds) - 1):
-            child_begin.take(bounds[k], out=bounds[k + 1], mode="clip")  # they are in range; without a mode it is slow
 
         def with_root(root: int, values: np.ndarray) -> np.ndarray:
             out = values.take(node)
@@ -109,8 +95,22 @@ class Levels:
             leaf=leaf,
             inner_begin=inner.searchsorted(begin).tolist(),
             children=children,
-            bounds=bounds,
+            spans=min(len(counts) + 1, max_span),
         )
+
+    @functools.cached_property
+    def bounds(self) -> np.ndarray:
+        """[spans + 1, 2, I]: where the descendants of inner nodes begin and end, so many levels down."""
+        # Children of i: child_begin[i] .. child_begin[i + 1] - 1.
+        child_begin = np.zeros(self.num_nodes + 1, np.intp)
+        np.add.accumulate(self.children, out=child_begin[1:])
+        child_begin += 1
+        bounds = np.empty((self.spans + 1, 2, len(self.inner)), np.intp)
+        bounds[0, 0] = self.inner
+        bounds[0, 1] = self.inner + 1
+        for k in range(self.spans):
+            child_begin.take(bounds[k], out=bounds[k + 1], mode="clip")  # they are in range; without a mode it is slow
+        return bounds
 
     def above(self) -> np.ndarray:
         """[N]: place among the inner nodes of each node's parent; 0 for the virtual root."""
@@ -139,15 +139,6 @@ class Levels:
         """[I]: the inner nodes' children that have no siblings, as one root under the virtual one has none; else 0."""
         child, end = self.bounds[1]
         return child * (end - child == 1)
-
-    def sums(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Prefix sums of two values of all nodes, float64: [N + 1] of the first, and [N + 1, 2] of both."""
-        first, both = np.zeros(self.num_nodes + 1), np.zeros((self.num_nodes + 1, 2))
-        both[1:] = values
-        np.add.accumulate(both[:, 0], out=first)
-        np.add.accumulate(both[:, 1], out=both[:, 1])
-        both[:, 0] = first
-        return first, both
 
     def sum_down(self, prefix: np.ndarray) -> np.ndarray:
         """[spans * I, 2]: sums of two values over inner node i and its descendants down to k levels below, for each k."""

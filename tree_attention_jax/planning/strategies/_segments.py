@@ -51,6 +51,31 @@ def masked_tokens(own: np.ndarray, tiles: np.ndarray, walked: np.ndarray) -> np.
     return masked
 
 
+class NodeTokens(NamedTuple):
+    """Token slots that are walked of each node: float32 [N], in level order."""
+
+    tokens: np.ndarray  # with the idle ones of entries
+    rows: np.ndarray
+    extra: np.ndarray  # tokens * (rows - 1)
+
+    @staticmethod
+    def of(levels: Levels, unit: int) -> NodeTokens:
+        slots = -levels.tokens  # idle ones, of each node's last entry
+        slots &= unit - 1
+        slots *= levels.tokens >= slots  # short runs will get entries of one token (:func:`.entries._units`)
+        slots += levels.tokens
+        tokens, rows = slots.astype(np.float32), levels.rows.astype(np.float32)
+        extra = rows - 1
+        extra *= tokens
+        return NodeTokens(tokens, rows, extra)
+
+    def sums(self) -> np.ndarray:
+        """float64 [N + 1]: prefix sums of the tokens."""
+        sums = np.zeros(len(self.tokens) + 1)
+        sums[1:] = self.tokens
+        return np.add.accumulate(sums, out=sums)
+
+
 class SegmentTable(NamedTuple):
     """Every segment that ``auto`` may choose, [F]: each leaf by itself, then those from and those below inner nodes.
 
@@ -62,13 +87,15 @@ class SegmentTable(NamedTuple):
     top: np.ndarray  # [F] node, in level order
     span: np.ndarray  # [F] levels below the top
     pairs: np.ndarray  # of the (span, inner node) pairs that are listed, their places among all pairs
-    first: np.ndarray  # [spans] where each span begins among those listed
+    first: np.ndarray  # [spans + 1] where each span begins among those listed
+    num_alone: int  # the first so many are one node each, with its own tokens: leaves, and span 0 from each inner node
+    first_below: int  # the first segment without its top's own tokens
     sums: Sums
     exact: np.ndarray  # [4, F] the same, but with own tokens that are not rounded up to entries
     token_sums: np.ndarray  # [N + 1] prefix sums of the nodes' tokens, with the idle ones of their entries
 
     @staticmethod
-    def of(levels: Levels, unit: int) -> SegmentTable:
+    def of(levels: Levels, nodes: NodeTokens) -> SegmentTable:
         inner, leaf, spans = levels.inner, levels.leaf, levels.spans
         # Inner nodes are in order of their levels: those that have so many levels below them are the first ones.
         first = np.zeros(spans + 1, np.intp)
@@ -78,19 +105,14 @@ class SegmentTable(NamedTuple):
         pairs += place
         listed = inner.take(place)
         top = np.concatenate([leaf, listed, listed])
-        idle = -levels.tokens  # slots of each node's last entry
-        idle &= unit - 1
-        idle *= levels.tokens >= idle  # short runs will get entries of one token (:func:`.entries._units`)
-        idle += levels.tokens
-        tokens = idle.astype(np.float32)
-        rows = levels.rows.astype(np.float32)
         values = np.empty((levels.num_nodes, 2), np.float32)
-        values[:, 0] = tokens
-        np.multiply(tokens, rows - 1, out=values[:, 1])
-        token_sums, sums = levels.sums(values)
+        values[:, 0], values[:, 1] = nodes.tokens, nodes.extra
+        token_sums, sums = nodes.sums(), np.zeros((levels.num_nodes + 1, 2))
+        sums[:, 0], sums[1:, 1] = token_sums, nodes.extra
+        np.add.accumulate(sums[:, 1], out=sums[:, 1])
         listed_sums = levels.sum_down(sums).take(pairs, axis=0).astype(np.float32)
         exact = np.empty((4, len(top)), np.float32)
-        exact[0] = rows.take(top)
+        exact[0] = nodes.rows.take(top)
         total = exact[1:3].T
         total[: len(leaf)] = values.take(leaf, axis=0)
         total[len(leaf) : -len(pairs)] = listed_sums
@@ -104,23 +126,20 @@ class SegmentTable(NamedTuple):
             span=np.concatenate([np.zeros(len(leaf), np.intp), span, span]),
             pairs=pairs,
             first=first,
-            sums=Sums(rows=exact[0], total=exact[1], extra=exact[2], own=tokens.take(whole)),
+            num_alone=levels.num_nodes,
+            first_below=len(top) - len(pairs),
+            sums=Sums(rows=exact[0], total=exact[1], extra=exact[2], own=nodes.tokens.take(whole)),
             exact=exact,
             token_sums=token_sums,
         )
 
-    @property
-    def num_alone(self) -> int:
-        """The first so many are one node each, with its own tokens: the leaves, and span 0 from each inner node."""
-        return self.levels.num_nodes
-
     def below(self, place: np.ndarray) -> np.ndarray:
         """bool: segments without their top's own tokens."""
-        return place >= len(self.top) - len(self.pairs)
+        return place >= self.first_below
 
     def all_in_one(self) -> int:
         """Place of the segment that holds everything, if segments may span as many levels."""
-        return self.place(BELOW, self.levels.depth - 1, 0)
+        return len(self.top) - 1
 
     def place(self, state: int, span: Any, inner: Any) -> Any:
         """Of inner nodes' segments in the table, by the node's place among the inner nodes."""

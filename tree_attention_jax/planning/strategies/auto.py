@@ -38,8 +38,9 @@ from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._launches import Blocks, price, spread, starts
 from tree_attention_jax.planning.strategies._levels import Levels
+from tree_attention_jax.planning.strategies._one_segment import one_segment
 from tree_attention_jax.planning.strategies._segmentation import cheapest
-from tree_attention_jax.planning.strategies._segments import SegmentTable, masked_tokens, segment_times
+from tree_attention_jax.planning.strategies._segments import NodeTokens, SegmentTable, masked_tokens, segment_times
 from tree_attention_jax.planning.tiling import Tiling
 
 # Candidates that are cut into tiles: so many at most, and none whose estimate is so many times the best one.
@@ -66,9 +67,9 @@ def auto(problem: Problem) -> Tiling:
     if problem.layout.num_rows == 0:
         none = np.zeros(0, np.int32)
         return make_tiling(problem, none, none, np.zeros(1, np.int32), none, none, none)
-    table = SegmentTable.of(Levels.of(problem, MAX_SPAN), problem.unit)
-    shapes = shapes_for(problem, SHORTEST_STEP)
-    return _emit(problem, table, shapes, _finalists(problem, table, shapes, _candidates(problem, table, shapes)))
+    shapes, levels = shapes_for(problem, SHORTEST_STEP), Levels.of(problem, MAX_SPAN)
+    table, candidates = _candidates(problem, shapes, levels)
+    return _emit(problem, table, shapes, _finalists(problem, table, shapes, candidates))
 
 
 class _Candidates(NamedTuple):
@@ -95,13 +96,17 @@ class _Finalists(NamedTuple):
     unusual: list[bool]  # of all candidates: they have other shapes than the usual one
 
 
-def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _Candidates:
+def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[SegmentTable, _Candidates]:
     """The optimum of the programme, the optimum with each of its shapes alone, and one segment for everything."""
-    levels = table.levels
-    time = segment_times(problem, shapes, table)
+    nodes = NodeTokens.of(levels, problem.unit)
     partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
-
-    best = cheapest(table, np.minimum.reduce(time), partial)
+    if (whole := one_segment(problem, shapes, levels, nodes)) is not None:
+        table, time = whole
+        best = np.array([levels.depth - 2])
+    else:
+        table = SegmentTable.of(levels, nodes)
+        time = segment_times(problem, shapes, table)
+        best = cheapest(table, np.minimum.reduce(time), partial)
     shape = time.take(best, axis=1).argmin(axis=0)
     found, shape_of, counts = [best], [shape], [len(best)]
     used = np.bincount(shape).nonzero()[0]
@@ -118,7 +123,7 @@ def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _C
         counts += [1] * len(every)
         shape_of.append(every)
     owner = np.arange(len(counts)).repeat(counts)
-    return _Candidates(owner, np.concatenate(found), np.concatenate(shape_of), twin)
+    return table, _Candidates(owner, np.concatenate(found), np.concatenate(shape_of), twin)
 
 
 def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
