@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tree_attention_jax.planning.cost import MASKED_SHARE, OVERLAP, ShapeTable
+from tree_attention_jax.planning.cost import OVERLAP, ShapeTable
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._levels import Levels
 from tree_attention_jax.planning.strategies._segments import NodeTokens, SegmentTable, Sums, segment_times
@@ -38,17 +38,20 @@ def one_segment(
         return None
     if int(np.add.reduce(levels.rows.take(levels.leaf))) != problem.layout.num_rows:
         return None
-    tokens, extra, rows = (np.bincount(levels.level, values) for values in (nodes.tokens, nodes.extra, levels.rows))
-    table = _segments_from_root(levels, nodes, np.add.accumulate(tokens), np.add.accumulate(extra))
+    of_nodes = np.empty((4, levels.num_nodes))
+    of_nodes[0], of_nodes[1], of_nodes[2] = nodes.tokens, nodes.extra, levels.rows
+    of_nodes[3] = _least_work(shapes, levels, nodes)
+    of_levels = np.add.reduceat(of_nodes, levels.begin[:-1], axis=1)
+    upto = [np.add.accumulate(values) for values in of_levels]
+    table = _segments_from_root(levels, nodes, upto[0], upto[1])
     time = segment_times(problem, shapes, table)
     best = np.minimum.reduce(time)
 
     profile, heads = problem.profile, problem.heads
-    below = _least_work(shapes, levels, nodes)
-    work, tokens = (np.add.accumulate(values[:1:-1])[::-1] for values in (below, tokens))  # of levels k + 1, ...
-    memory = tokens * (heads.token_bytes / profile.bytes_per_us)
+    memory = (upto[0][-1] - upto[0][1:-1]) * (heads.token_bytes / profile.bytes_per_us)  # below levels k + 1
+    work = upto[3][-1] - upto[3][1:-1]
     least = np.maximum(work, memory) + OVERLAP * np.minimum(work, memory)
-    least += (rows[1] + rows[2:]) * (heads.partial_bytes / profile.partial_bytes_per_us)
+    least += (of_levels[2, 1] + of_levels[2, 2:]) * (heads.partial_bytes / profile.partial_bytes_per_us)
     best[0] = min(best[0], best[last + 1])  # the root by itself, with masks or without
     least += best[:last]
     return (table, time) if best[last] * ROUNDING < np.minimum.reduce(least) else None
@@ -59,8 +62,9 @@ def _segments_from_root(levels: Levels, nodes: NodeTokens, total: np.ndarray, ex
 
     ``total`` and ``extra`` are sums over all levels down to each, the virtual root's included.
     """
-    ends = np.append(np.arange(1, levels.depth), (1, levels.depth - 1))  # the deepest level of each
-    count, below = len(ends), len(ends) - 2
+    count, below = levels.depth + 1, levels.depth - 1
+    ends = np.arange(1, count + 1)  # the deepest level of each
+    ends[below:] = 1, levels.depth - 1
     exact = np.empty((4, count), np.float32)
     exact[0] = levels.rows[1]
     exact[1], exact[2] = total.take(ends), extra.take(ends)
@@ -83,18 +87,12 @@ def _segments_from_root(levels: Levels, nodes: NodeTokens, total: np.ndarray, ex
 
 
 def _least_work(shapes: ShapeTable, levels: Levels, nodes: NodeTokens) -> np.ndarray:
-    """[depth]: the least work that the tokens of each level cost, wherever they are walked."""
-    costs, inner, leaf = shapes.segment_costs, levels.inner, levels.leaf
-    work = np.empty(levels.num_nodes)
-    joined_us = costs.token_us + np.float32(MASKED_SHARE) * costs.masked_us
-    tokens = nodes.tokens.take(leaf)
-    alone = np.minimum(costs.plain_us, costs.token_us) * tokens
-    alone += costs.tile_us
-    joined = joined_us * tokens
-    joined += costs.tile_us / costs.queries
-    work[leaf] = np.minimum.reduce(np.minimum(alone, joined, out=alone))
-    tiles = nodes.rows.take(inner) / costs.queries
-    np.maximum(tiles, 1, out=tiles)
-    tiles *= np.minimum(np.minimum(costs.plain_us, costs.token_us), joined_us)
-    work[inner] = np.minimum.reduce(tiles) * nodes.tokens.take(inner)
-    return np.bincount(levels.level, work)
+    """[N]: the least work that the tokens of each node cost, wherever they are walked."""
+    leaf, (token_us, row_us, leaf_us, tile_us) = levels.leaf, shapes.least_costs
+    work = nodes.rows * row_us
+    np.maximum(work, token_us, out=work)
+    work *= nodes.tokens
+    of_leaf = leaf_us * nodes.tokens.take(leaf)
+    of_leaf += tile_us
+    work[leaf] = np.minimum.reduce(of_leaf)
+    return work
