@@ -134,8 +134,8 @@ class ShapeTable:
         lines = [*zip(alone_us.ravel(), costs.tile_us.ravel())]
         lines += zip(joined_us.ravel(), (costs.tile_us / costs.queries).ravel())
         lines = [a for a in set(lines) if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in lines)]
-        slope, offset = np.array(lines, np.float32).T[:, :, None]
-        return least_us.min(), (least_us / costs.queries).min(), np.ascontiguousarray(slope), np.ascontiguousarray(offset)
+        slope, offset = np.ascontiguousarray(np.array(lines, np.float32).T)[:, :, None]
+        return least_us.min(), (least_us / costs.queries).min(), slope, offset
 
     @functools.cached_property
     def mask_us(self) -> np.ndarray:

@@ -27,7 +27,8 @@ class Pieces(NamedTuple):
     reserve: Any  # token range is not filled yet; None: no piece is
 
     def take(self, which: np.ndarray) -> Pieces:
-        return Pieces(*[None if column is None else column.take(which) for column in self])
+        columns: list[Any] = [None if column is None else column.take(which) for column in self]
+        return Pieces(*columns)
 
     @staticmethod
     def join(parts: list[Pieces]) -> Pieces:

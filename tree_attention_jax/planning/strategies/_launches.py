@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
 
     first: np.ndarray  # [L] each launch's first group
     launch: np.ndarray  # of each group
-    count: np.ndarray  # tiles in the group
+    tiles: np.ndarray  # in the group
     tokens: np.ndarray  # of each tile
     rows: np.ndarray
 
@@ -49,7 +49,7 @@ def price(
     profile, first = problem.profile, blocks.first
     longest = np.maximum.reduceat(blocks.tokens, first)
     steps = np.ceil(blocks.tokens / costs.block_kv.take(blocks.launch))
-    steps *= blocks.count
+    steps *= blocks.tiles
     steps = np.add.reduceat(steps, first)
     length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
     items, written = _splits(blocks, length, reduced)
@@ -81,24 +81,24 @@ def _lengths(bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[lengths, L] each: items, and partials written that were not written before."""
-    first, launch, count, tokens, rows = blocks.first, blocks.launch, blocks.count, blocks.tokens, blocks.rows
+    first, launch, tiles, tokens, rows = blocks
     long = (tokens > MIN_TOKENS).nonzero()[0]
     few = 2 * len(long) < len(tokens)  # the others are never split, so need not be looked at
     if few:
         items, written = np.empty((len(length), len(first))), np.zeros((len(length), len(first)))
-        items[:] = np.add.reduceat(count, first)
+        items[:] = np.add.reduceat(tiles, first)
         if len(long) == 0:
             return items, written
-        launch, count, tokens, rows = launch.take(long), count.take(long), tokens.take(long), rows.take(long)
+        launch, tiles, tokens, rows = launch.take(long), tiles.take(long), tokens.take(long), rows.take(long)
         first = starts(launch)
         which = launch.take(first)
-        items[:, which] -= np.add.reduceat(count, first)
+        items[:, which] -= np.add.reduceat(tiles, first)
     pieces = np.ceil(tokens / length)
     np.maximum(pieces, 1, out=pieces)
     partials = pieces - reduced.take(launch)
     partials *= pieces > 1
-    partials *= rows * count
-    pieces *= count
+    partials *= rows * tiles
+    pieces *= tiles
     added = np.add.reduceat(pieces, first, axis=1), np.add.reduceat(partials, first, axis=1)
     if not few:
         return added

@@ -12,13 +12,20 @@ from tree_attention_jax._arrays import all_of, exclusive_cumsum
 from tree_attention_jax.planning.problem import Problem
 
 
+class Tiles(NamedTuple):
+    """Row tiles of segments."""
+
+    row0: np.ndarray
+    row1: np.ndarray
+    owner: np.ndarray  # the segment of each
+
+
 class Seen(NamedTuple):
     """Tile i sees nodes ``low[j] .. high[j] - 1`` for each j in its CSR range, one a level."""
 
     indptr: np.ndarray
     low: np.ndarray
     high: np.ndarray
-    count: np.ndarray  # high - low
     partly: np.ndarray  # bool: some of the tile's rows do not see them
 
 
@@ -141,23 +148,16 @@ class Levels:
         return child * (end - child == 1)
 
     def sum_down(self, prefix: np.ndarray) -> np.ndarray:
-        """[spans * I, 2]: sums of two values over inner node i and its descendants down to k levels below, for each k."""
+        """[spans * I, 2]: for each k, sums of two values over an inner node and what is down to k levels below it."""
         ends = prefix.take(self.bounds[:-1], axis=0)
         sums = ends[:, 1] - ends[:, 0]
         for k in range(1, len(sums)):  # faster than to accumulate along the first axis
             sums[k] += sums[k - 1]
         return sums.reshape(-1, 2)
 
-    def nodes_of_tiles(
-        self, row0: np.ndarray, row1: np.ndarray, owner: np.ndarray, top: np.ndarray, below: np.ndarray, span: np.ndarray
-    ) -> Seen:
-        """Which nodes tiles walk, ``below .. span`` levels below their segments' tops.
-
-        Args:
-            row0, row1: the tiles' rows, all of them below the top.
-            owner: the tiles' segments.
-            top, below, span: of each segment.
-        """
+    def nodes_of_tiles(self, tiles: Tiles, top: np.ndarray, below: np.ndarray, span: np.ndarray) -> Seen:
+        """Which nodes tiles walk, ``below .. span`` levels below the tops of their segments: these three of each."""
+        row0, row1, owner = tiles
         # Within a level rows ascend, so over all levels (level, row) does.
         stride = int(self.row_end[0]) + 1
         above = self.level * stride
@@ -171,9 +171,8 @@ class Levels:
         low += at.repeat(pairs)
         high = low + (row1 - row0).repeat(pairs)
         first, last = end.searchsorted(low, "right"), begin.searchsorted(high)
-        count = last - first
         # None of the three is so if all rows of the tile see its only node.
-        partly = count > 1
+        partly = last - first > 1
         partly |= begin.take(first, mode="clip") > low
         partly |= end.take(first, mode="clip") < high
-        return Seen(indptr, first, last, count, partly)
+        return Seen(indptr, first, last, partly)

@@ -1,16 +1,16 @@
 """Whether one segment for a whole tree is the best segmentation, for much less than the dynamic programme takes.
 
 It often is. Any other segmentation of a tree has a segment from the root that ends k levels down, above the deepest
-leaf, and others below. Its time is known; it writes partials; and what the others cost is at least
+leaf, and others below. The time of that one is known, and the others cost at least
 
-- for tokens: each is walked by a node's own segment, or by a joined one; a node that s rows see is walked by s / queries
-  tiles at least, and by one (:meth:`.Sums.walked`). A joined segment masks half of what it walks but for its top, and
-  has a tile for each ``queries`` rows, of which a leaf's are its own;
+- for work: a node that s rows see is walked by one tile at least, and by s / queries (:meth:`.Sums.walked`). What is
+  walked there of a node by itself, or of the top of a joined segment, has no masks; of any other node half is masked
+  (:func:`.masked_tokens`). A leaf by itself has a tile, and a joined segment has one for every ``queries`` rows;
 - for memory: each token is read once;
-- for partials: each row below writes one more.
+- for partials: each row of the one segment writes one, and each row below writes one more.
 
-Of each node the cheapest of all shapes counts, so no choice of shapes is cheaper. If for every k all of this is more than
-the time of the one segment, the programme would choose that one.
+No choice of shapes is cheaper than the cheapest shape for each node. If all of this is more than the time of the one
+segment, for every k, then the programme would choose that one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._levels import Levels
 from tree_attention_jax.planning.strategies._segments import NodeTokens, SegmentTable, Sums, segment_times
 
-# The programme's times are float32: what is not better by so much may be chosen all the same.
+# The programme adds up times that are float32: one that is worse by less than this may be chosen all the same.
 ROUNDING = 1 + 1e-4
 
 
 def one_segment(
     problem: Problem, shapes: ShapeTable, levels: Levels, nodes: NodeTokens
-) -> tuple[SegmentTable, np.ndarray] | None:
-    """The segments from the root, the last one of which holds everything, and their times; None: it may not be the best.
+) -> tuple[SegmentTable, np.ndarray, int] | None:
+    """A table of few segments, their times, and the place of the one that is best; None: there may be a better one.
 
     None as well where the bounds do not hold: several trees, whose segments write no partials; queries above leaves.
     """
@@ -42,19 +42,20 @@ def one_segment(
     of_nodes[0], of_nodes[1], of_nodes[2] = nodes.tokens, nodes.extra, levels.rows
     of_nodes[3] = _least_work(shapes, levels, nodes)
     of_levels = np.add.reduceat(of_nodes, levels.begin[:-1], axis=1)
-    upto = [np.add.accumulate(values) for values in of_levels]
-    table = _segments_from_root(levels, nodes, upto[0], upto[1])
+    tokens, extra, _, work = (np.add.accumulate(values) for values in of_levels)
+    table = _segments_from_root(levels, nodes, tokens, extra)
     time = segment_times(problem, shapes, table)
-    best = np.minimum.reduce(time)
 
     profile, heads = problem.profile, problem.heads
-    memory = (upto[0][-1] - upto[0][1:-1]) * (heads.token_bytes / profile.bytes_per_us)  # below levels k + 1
-    work = upto[3][-1] - upto[3][1:-1]
+    work = work[-1] - work[1:-1]  # below each k
+    memory = (tokens[-1] - tokens[1:-1]) * (heads.token_bytes / profile.bytes_per_us)
     least = np.maximum(work, memory) + OVERLAP * np.minimum(work, memory)
-    least += (of_levels[2, 1] + of_levels[2, 2:]) * (heads.partial_bytes / profile.partial_bytes_per_us)
+    rows = of_levels[2]
+    least += (rows[1] + rows[2:]) * (heads.partial_bytes / profile.partial_bytes_per_us)
+    best = np.minimum.reduce(time)
     best[0] = min(best[0], best[last + 1])  # the root by itself, with masks or without
     least += best[:last]
-    return (table, time) if best[last] * ROUNDING < np.minimum.reduce(least) else None
+    return (table, time, last) if best[last] * ROUNDING < np.minimum.reduce(least) else None
 
 
 def _segments_from_root(levels: Levels, nodes: NodeTokens, total: np.ndarray, extra: np.ndarray) -> SegmentTable:

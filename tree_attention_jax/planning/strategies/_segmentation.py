@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from tree_attention_jax.planning.strategies._levels import Levels
 from tree_attention_jax.planning.strategies._segments import BELOW, FROM, SegmentTable
 
 

@@ -37,7 +37,7 @@ from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._launches import Blocks, price, spread, starts
-from tree_attention_jax.planning.strategies._levels import Levels
+from tree_attention_jax.planning.strategies._levels import Levels, Tiles
 from tree_attention_jax.planning.strategies._one_segment import one_segment
 from tree_attention_jax.planning.strategies._segmentation import cheapest
 from tree_attention_jax.planning.strategies._segments import NodeTokens, SegmentTable, masked_tokens, segment_times
@@ -101,8 +101,8 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     nodes = NodeTokens.of(levels, problem.unit)
     partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
     if (whole := one_segment(problem, shapes, levels, nodes)) is not None:
-        table, time = whole
-        best = np.array([levels.depth - 2])
+        table, time, place = whole
+        best = np.array([place])
     else:
         table = SegmentTable.of(levels, nodes)
         time = segment_times(problem, shapes, table)
@@ -158,9 +158,9 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     has_partials = written > num_rows  # some row has several segments
     share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked, first), 1)
     times, _ = price(problem, shapes.launches(launch, share), blocks, memory, has_partials.take(whose))
-    written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
-    written += profile.launch_us
-    reduction = written * has_partials
+    reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
+    reduction += profile.launch_us
+    reduction *= has_partials
     unusual = [True] * len(written)
     if problem.heads.num_kv_heads > 1:
         unusual = (np.bincount(owner, shape != shapes.usual) > 0).tolist()
@@ -228,7 +228,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     row0 += levels.row_begin.take(top).take(owner)
     row1 = row0 + step.take(owner)
     np.minimum(row1, levels.row_end.take(top).take(owner), out=row1)
-    seen = levels.nodes_of_tiles(row0, row1, owner, top, table.below(segments), table.span.take(segments))
+    seen = levels.nodes_of_tiles(Tiles(row0, row1, owner), top, table.below(segments), table.span.take(segments))
     # Tokens of each tile, and those of them that not all of its rows see.
     walked = table.token_sums.take(seen.high)
     walked -= table.token_sums.take(seen.low)
@@ -248,7 +248,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     which = of_tile[begin:end]
     indptr = seen.indptr[begin : end + 1]
     runs = slice(indptr[0], indptr[-1])
-    counts = seen.count[runs]
+    counts = seen.high[runs] - seen.low[runs]
     upto = exclusive_cumsum(counts)
     place = np.arange(upto[-1])
     place += (seen.low[runs] - upto[:-1]).repeat(counts)
