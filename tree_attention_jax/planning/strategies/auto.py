@@ -109,7 +109,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         best = cheapest(table, np.minimum.reduce(time), partial)
     shape = time.take(best, axis=1).argmin(axis=0)
     found, shape_of, counts = [best], [shape], [len(best)]
-    used = np.bincount(shape).nonzero()[0]
+    used = np.bincount(shape).nonzero()[0] if len(best) > 1 else shape
     for index in used if len(used) > 1 else ():
         found.append(cheapest(table, time[index], partial))
         counts.append(len(found[-1]))
@@ -143,6 +143,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     if len(owner) == len(written):  # each candidate is a single segment, which is its launch
         first = place = whose = owner
         launch += can_mask
+        share = masked / np.maximum(walked, 1)
     else:
         num_kinds = 2 * len(shapes.tiles)
         key = _launch_keys(problem, shapes, owner * num_kinds + launch, can_mask, shape, walked)
@@ -152,11 +153,11 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         )
         first = starts(key)
         whose, launch = np.divmod(key.take(first), num_kinds)
-        place = spread(first, len(key))
+        place, total = spread(first, len(key)), np.add.reduceat(total, first)
+        share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked, first), 1)
     blocks = Blocks(first, place, tiles, walked / tiles, rows)
-    memory = np.add.reduceat(total, first) * (problem.heads.token_bytes / profile.bytes_per_us)
+    memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
     has_partials = written > num_rows  # some row has several segments
-    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked, first), 1)
     times, _ = price(problem, shapes.launches(launch, share), blocks, memory, has_partials.take(whose))
     reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
     reduction += profile.launch_us
