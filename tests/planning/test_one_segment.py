@@ -50,8 +50,7 @@ def test_only_what_the_programme_chooses(gpu: str, heads: tuple[int, int]):
         few, few_times, place = found
         table = SegmentTable.of(levels, nodes)
         times = segment_times(problem, shapes, table)
-        partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
-        (best,) = cheapest(table, times.min(axis=0), partial)
+        (best,) = cheapest(problem, table, times.min(axis=0))
         assert (table.top[best], table.span[best]) == (few.top[place], few.span[place])
         for one, other in ((best, place), (table.all_in_one(), few.all_in_one())):
             np.testing.assert_array_equal(times[:, one], few_times[:, other])

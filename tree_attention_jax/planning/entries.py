@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pallas_kernels.layout import COUNT_BITS
-from tree_attention_jax._arrays import any_of, ceil_div, exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import any_of, ceil_div, exclusive_cumsum
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
@@ -110,15 +110,17 @@ def _expand(
         # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
         chunk0 = np.where(pieces.reserve, ceil_div(start, unit), chunk0)
     counts = ceil_div(stop, unit) - chunk0
-    piece, chunk = ragged_places(counts)
-    chunk += chunk0.take(piece)
+    piece = np.arange(len(counts)).repeat(counts)
+    chunk = np.arange(len(piece), dtype=np.int32)
+    chunk += (chunk0 - exclusive_cumsum(counts)[:-1]).take(piece)
     if problem.horizon:
         order = _with_reserves_last(pieces, piece, chunk)
         piece, chunk = piece.take(order), chunk.take(order)
     if units[0] != units[1]:
         unit = unit.take(piece)
     begin = chunk * unit
-    count = np.minimum(begin + unit, stop.take(piece))
+    count = begin + unit
+    np.minimum(count, stop.take(piece), out=count)
     np.maximum(begin, start.take(piece), out=begin)
     count -= begin
     if problem.horizon:

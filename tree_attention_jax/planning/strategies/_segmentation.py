@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._segments import BELOW, FROM, SegmentTable
 
 
-def cheapest(table: SegmentTable, time: np.ndarray, partial: np.ndarray) -> np.ndarray:
+def cheapest(problem: Problem, table: SegmentTable, time: np.ndarray) -> np.ndarray:
     """The segmentation with the least sum of times: places of its segments in the table.
 
     Args:
+        problem: gives the time of partials: what rows pay for having several segments.
         table: all segments.
         time: of each of them.
-        partial: [N] what a node's rows pay for having several segments: a partial written and read again.
     """
+    partial = table.levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
     return _trace(table, _options(table, time, partial))
 
 

@@ -19,8 +19,10 @@ without v's own tokens::
     h(v) = min( sum of f over v's children,
                 min over k >= 1 of  time(v's rows, levels 1..k) + partials + sum of h over the descendants k down )
 
-bottom-up, a level at a time, all nodes of a level at once. A virtual node above the roots lets trees be joined too. The
-time of a segment comes from its matrix work, measured for each tile shape, and its bytes (:mod:`tree_attention_jax.
+bottom-up, a level at a time, all nodes of a level at once. A virtual node above the roots lets trees be joined too. All
+that is left out where a bound shows that one segment for the whole tree is the best (:mod:`._one_segment`).
+
+The time of a segment comes from its matrix work, measured for each tile shape, and its bytes (:mod:`tree_attention_jax.
 planning.cost`); the tail over the SMs, launches and the reduction are priced for whole candidates. What a segment's
 tiles walk is an estimate so far, as it depends on where their borders fall: the best few candidates are cut into tiles
 and priced again, and the cheapest wins.
@@ -99,19 +101,18 @@ class _Finalists(NamedTuple):
 def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[SegmentTable, _Candidates]:
     """The optimum of the programme, the optimum with each of its shapes alone, and one segment for everything."""
     nodes = NodeTokens.of(levels, problem.unit)
-    partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
     if (whole := one_segment(problem, shapes, levels, nodes)) is not None:
         table, time, place = whole
         best = np.array([place])
     else:
         table = SegmentTable.of(levels, nodes)
         time = segment_times(problem, shapes, table)
-        best = cheapest(table, np.minimum.reduce(time), partial)
+        best = cheapest(problem, table, np.minimum.reduce(time))
     shape = time.take(best, axis=1).argmin(axis=0)
     found, shape_of, counts = [best], [shape], [len(best)]
     used = np.bincount(shape).nonzero()[0] if len(best) > 1 else shape
     for index in used if len(used) > 1 else ():
-        found.append(cheapest(table, time[index], partial))
+        found.append(cheapest(problem, table, time[index]))
         counts.append(len(found[-1]))
         shape_of.append(np.full(counts[-1], index))
     twin = 0
