@@ -36,9 +36,10 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     """Entries of the plain pieces, entries of the masked ones, and how many tokens either hold."""
     num_tiles = tiling.num_blocks
     # Plain pieces first, either kind in order of its tiles.
-    border = len(pieces.masked) - int(np.count_nonzero(pieces.masked))
-    if border < len(pieces.masked):
-        pieces = pieces.take(pieces.masked.argsort(kind="stable"))
+    plain, others = (~pieces.masked).nonzero()[0], pieces.masked.nonzero()[0]
+    border = len(plain)
+    if len(others):
+        pieces = pieces.take(np.concatenate([plain, others]))
     start = problem.tree.first_slot.take(pieces.node) + pieces.begin
     units = (problem.unit, problem.unit) if tiling.uniform else _units(problem, pieces, border, start)
     repeats = _repeats(pieces, border, num_tiles)
@@ -48,11 +49,12 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     np.logical_not(repeats.take(pieces.tile[:border]), out=once[:border])
     once = once.nonzero()[0]
     border -= len(start) - len(once)
-    plain, masked = _expand(problem, pieces.take(once), border, start.take(once), units, num_tiles)
+    plain_entries, masked_entries = _expand(problem, pieces.take(once), border, start.take(once), units, num_tiles)
     same_as = np.arange(num_tiles)
     same_as *= ~repeats
     np.maximum.accumulate(same_as, out=same_as)
-    return plain._replace(begin=plain.begin.take(same_as), real=plain.real.take(same_as)), masked, units
+    begin, real = plain_entries.begin.take(same_as), plain_entries.real.take(same_as)
+    return plain_entries._replace(begin=begin, real=real), masked_entries, units
 
 
 def _units(problem: Problem, pieces: Pieces, border: int, start: np.ndarray) -> tuple[int, int]:

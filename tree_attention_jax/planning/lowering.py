@@ -49,9 +49,10 @@ def _row_tiles(problem: Problem, tiling: Tiling) -> Tiling:
     """The same tiling in blocks of no more rows than a tile holds."""
     queries = [t.queries_per_tile(problem.heads.group) for t in tiling.tiles]
     step = np.array(queries, np.int32).take(tiling.tile)
-    cuts = ceil_div(tiling.row_end - tiling.row_begin, step)
-    if all_of(cuts == 1):
+    rows = tiling.row_end - tiling.row_begin
+    if all_of(rows) and all_of(rows <= step):
         return tiling
+    cuts = ceil_div(rows, step)
     block, nth = ragged_places(cuts)
     row_begin = tiling.row_begin[block] + nth * step[block]
     runs = np.diff(tiling.run_indptr)[block]

@@ -153,8 +153,8 @@ def _places(items: Items, capacity: Buckets, launches: tuple[lo.Launch, ...]) ->
 def _partials(problem: Problem, items: Items):
     """Where each item writes (-1: straight to the output), and each query's list of partials."""
     num_rows = problem.layout.num_rows
-    if int(items.num_rows.sum()) == num_rows:  # each row has an item, as it sees its own token, so none has two
-        return np.full(len(items.tile), -1), 0, np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
+    if int(np.add.reduce(items.num_rows)) == num_rows:  # each row has an item, as it sees its own token: none has two
+        return -1, 0, np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
     first, last = items.row_begin, items.row_begin + items.num_rows
     change = np.bincount(first, minlength=num_rows + 1) - np.bincount(last, minlength=num_rows + 1)
     crowded = exclusive_cumsum(np.add.accumulate(change)[:num_rows] > 1)
