@@ -90,8 +90,7 @@ def _repeats(pieces: Pieces, num_plain: int, num_tiles: int) -> np.ndarray | Non
     differs = node != node.take(before)
     differs |= begin != begin.take(before)
     differs |= end != end.take(before)
-    if pieces.reserve is not None:
-        differs |= pieces.reserve[:num_plain]
+    differs |= pieces.reserve[:num_plain]
     same &= np.bincount(tile, differs, num_tiles) == 0
     return same if any_of(same) else None
 
@@ -137,7 +136,7 @@ def _expand(
     masked = piece[border:]
     masked_node = node.take(masked)
     low, high = layout.row_begin.take(masked_node), layout.row_end.take(masked_node)
-    if pieces.causal is not None:
+    if any_of(pieces.causal):
         seen_from = ((layout.row_begin - layout.old_len).take(node) - before).take(masked) + begin[border:]
         low = np.where(pieces.causal.take(masked), ~seen_from, low)
     none = np.zeros(0, np.int32)

@@ -6,7 +6,7 @@ among its own rows, so such a run has a plain beginning, a masked diagonal, and 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,12 +23,11 @@ class Pieces(NamedTuple):
     begin: np.ndarray
     end: np.ndarray
     masked: np.ndarray
-    causal: Any  # None: no piece is
-    reserve: Any  # token range is not filled yet; None: no piece is
+    causal: np.ndarray
+    reserve: np.ndarray  # token range is not filled yet
 
     def take(self, which: np.ndarray) -> Pieces:
-        columns: list[Any] = [None if column is None else column.take(which) for column in self]
-        return Pieces(*columns)
+        return Pieces(*[column.take(which) for column in self])
 
     @staticmethod
     def join(parts: list[Pieces]) -> Pieces:
@@ -53,9 +52,9 @@ def cut_into_pieces(problem: Problem, tiling: Tiling) -> Pieces:
         begin = _trim_to_window(problem, tiling, tile, node, begin, end)
     masked = low > first
     masked |= last > high
-    fresh = (end > old).nonzero()[0]
-    no = np.zeros(len(tile), bool) if problem.horizon or len(fresh) else None
+    no = np.zeros(len(tile), bool)
     parts = [Pieces(tile, node, begin, np.minimum(end, old), masked, no, no)]
+    fresh = (end > old).nonzero()[0]
     if len(fresh):
         tile, node, low, old, first, last = (x[fresh] for x in (tile, node, low, old, first, last))
         begin, end = np.maximum(begin[fresh], old), end[fresh]
