@@ -138,7 +138,7 @@ def one_tile_plan(
     )
     items = lower(problem, tiling, mask_all=masked)
     if can_mask:
-        items = replace(items, tiles=tuple(replace(tile, masked_unit=tile.unit) for tile in items.tiles))
+        items = items._replace(tiles=tuple(replace(tile, masked_unit=tile.unit) for tile in items.tiles))
     packed = packing.pack(problem, items, ta.Buckets())
     return ta.TreePlan(jax.device_put(packed.buffer), packed.shape), sum(packed.num_items)
 

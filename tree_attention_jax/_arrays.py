@@ -18,12 +18,13 @@ def as_int_vector(name: str, value: Any, length: int | None = None) -> np.ndarra
         raise TypeError(f"{name} has dtype {array.dtype}: it must hold integers")
     if length is not None and len(array) != length:
         raise ValueError(f"{name} has {len(array)} entries where {length} are needed")
+    vector = array.astype(np.int32)  # always a copy: the caller may go on changing theirs
     if array.dtype.itemsize > 4 or array.dtype == np.uint32:
-        wide = (array > 2**31 - 1) | (array < -(2**31))
-        if wide.any():
+        wide = vector != array
+        if any_of(wide):
             index = int(np.argmax(wide))
             raise ValueError(f"{name}[{index}] is {array[index]}: it does not fit in 32 bits")
-    return array.astype(np.int32)  # always a copy: the caller may go on changing theirs
+    return vector
 
 
 def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:
@@ -64,12 +65,15 @@ def ragged_ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def all_of(mask: np.ndarray) -> bool:
-    """``mask.all()``, in a third of the time where masks are short; so is :func:`any_of`."""
-    return int(np.count_nonzero(mask)) == len(mask)
+    """``mask.all()`` of a vector, in a fraction of the time where masks are short; so is :func:`any_of`.
+
+    Also of numbers, none of them negative.
+    """
+    return len(mask) == 0 or bool(mask[mask.argmin()])
 
 
 def any_of(mask: np.ndarray) -> bool:
-    return int(np.count_nonzero(mask)) > 0
+    return len(mask) > 0 and bool(mask[mask.argmax()])
 
 
 def ceil_div(a: Any, b: Any) -> Any:

@@ -8,12 +8,13 @@ tokens, and a mask is two integers a run of tokens, where DeFT packs one bit a q
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tree_attention_jax._arrays import all_of, exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import all_of, ragged_places
 
 if TYPE_CHECKING:
     from tree_attention_jax.topology import TokenTree
@@ -23,93 +24,112 @@ if TYPE_CHECKING:
 class Layout:
     """Per node, in node order, unless said otherwise; int32."""
 
+    parent: np.ndarray
+    children: np.ndarray  # [N + 1] roots, then children of each node
     depth: np.ndarray  # 0 for a root
     position: np.ndarray  # absolute position of the node's first token
-    preorder: np.ndarray  # depth-first rank of the node
-    order: np.ndarray  # its inverse: nodes in depth-first order
-    subtree_nodes: np.ndarray  # nodes of the subtree, the node included
     row_begin: np.ndarray  # rows of the subtree: [row_begin, row_end)
     row_end: np.ndarray
+    rows: np.ndarray
     old_len: np.ndarray  # tokens that every row of the subtree sees; the rest is causal among the node's rows
     row_query: np.ndarray  # [num_queries] query index of each row
-    query_node: np.ndarray  # [num_queries] in query order
+    query_node: np.ndarray  # [num_queries] in query order; intp
     query_position: np.ndarray  # [num_queries] absolute
 
     @property
     def num_rows(self) -> int:
         return len(self.row_query)
 
+    @functools.cached_property
+    def order(self) -> np.ndarray:
+        """Nodes in depth-first order."""
+        one = np.ones(len(self.parent), np.int32)
+        rank, _, _ = _intervals(self.parent, self.children, one, one)
+        order = np.empty(len(rank), np.int32)
+        order[rank] = np.arange(len(rank), dtype=np.int32)
+        return order
+
     @classmethod
     def of(cls, tree: TokenTree) -> Layout:
-        parent, kv_len, q_len = tree.parent, tree.kv_len, tree.q_len
-        jumps = _jumps(parent)
-        depth, position, size = _accumulate(parent, kv_len, jumps)
-        preorder = _preorder(parent, size, jumps)
-        order = np.empty_like(preorder)
-        order[preorder] = np.arange(len(parent), dtype=np.int32)
-        row_offset = exclusive_cumsum(q_len.take(order))
-        row_begin = row_offset.take(preorder)
-        query_node, nth = ragged_places(q_len)
-        row_query = np.empty_like(nth)
-        row_query[row_begin.take(query_node) + nth] = np.arange(len(nth), dtype=np.int32)
-        return cls(
-            depth=depth,
-            position=position,
-            preorder=preorder,
-            order=order,
-            subtree_nodes=size,
-            row_begin=row_begin,
-            row_end=row_offset.take(preorder + size),
+        kv_len, q_len, children = tree.kv_len, tree.q_len, tree.num_children
+        row_begin, rows, path = _intervals(tree.parent, children, q_len, kv_len)
+        position = path.astype(np.int32)
+        query_node, old_len = q_len.nonzero()[0], kv_len
+        nth: np.ndarray | int = 0
+        num_rows = int(np.add.reduce(q_len))
+        if len(query_node) < num_rows:
+            query_node, nth = ragged_places(q_len)
             # A single new token is seen by its own row and all below, just like an old one.
-            old_len=kv_len - q_len * (q_len > 1),
+            old_len = kv_len - q_len * (q_len > 1)
+        row_query, row = np.empty(num_rows, np.int32), row_begin.take(query_node).astype(np.intp)
+        row += nth
+        row_query[row] = np.arange(num_rows, dtype=np.int32)
+        query_position = (position + kv_len - q_len).take(query_node)
+        query_position += nth
+        return cls(
+            parent=tree.parent,
+            children=children,
+            depth=(path >> 32).astype(np.int32),
+            position=position,
+            row_begin=row_begin,
+            row_end=row_begin + rows,
+            rows=rows,
+            old_len=old_len,
             row_query=row_query,
-            query_node=query_node.astype(np.int32),
-            query_position=(position + kv_len - q_len).take(query_node) + nth,
+            query_node=query_node,
+            query_position=query_position,
         )
 
 
+def _intervals(
+    parent: np.ndarray, children: np.ndarray, weight: np.ndarray, kv_len: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Intervals of subtrees, if each node takes up its weight and lies before all below it, and sums over ancestors.
+
+    Returns:
+        int32 [N] begin, int32 [N] length, and int64 [N] ``depth << 32 | tokens of all proper ancestors``: both are
+        summed in one word, as neither reaches 2^31.
+    """
+    jumps = _jumps(parent)
+    below = np.zeros(len(parent) + 1)
+    below[1:] = weight
+    for above in jumps:
+        below += np.bincount(above, below, len(below))
+    length = below[1:].astype(np.int32)
+
+    # With `before` the length of all subtrees earlier in the order of parents, a node begins at its parent's own end
+    # plus before[node] - before[the parent's eldest child]. So begin - before is a sum over all ancestors.
+    before = np.zeros(len(parent) + 1, np.int64)
+    by_parent = None if all_of(parent[1:] >= parent[:-1]) else np.argsort(parent, kind="stable")
+    before[1:] = length if by_parent is None else length.take(by_parent)
+    np.add.accumulate(before, out=before)
+    eldest = np.add.accumulate(children)[:-1]
+    sums = np.zeros((len(parent) + 1, 2), np.int64)
+    of_depth, of_rank = sums[1:, 0], sums[1:, 1]
+    of_depth[:] = kv_len
+    of_depth += 1 << 32
+    of_rank[:] = weight
+    of_rank -= before.take(eldest)
+    before = before[:-1]
+    if by_parent is not None:
+        sorted_before, before = before, np.empty_like(before)
+        before[by_parent] = sorted_before
+    of_rank += before
+    sums = sums.take(jumps[0], axis=0)
+    for above in jumps:
+        sums += sums.take(above, axis=0)
+    before += sums[1:, 1]
+    return before.astype(np.int32), length, sums[1:, 0]
+
+
 def _jumps(parent: np.ndarray) -> list[np.ndarray]:
-    """intp [N + 1] each: ancestors 1, 2, 4, ... levels up, N above the roots, and above N itself.
+    """intp [N + 1] each: ancestors 1, 2, 4, ... levels up, counted from 1; 0 above the roots, and above 0 itself.
 
     log2(depth) passes over them sum along all paths: after each pass a node has twice as many of its ancestors.
     """
-    above = np.empty(len(parent) + 1, np.intp)
-    above[:-1] = parent
-    np.copyto(above[:-1], len(parent), where=parent < 0)
-    above[-1] = len(parent)
-    jumps = []
-    while above.min() < len(parent):
+    above = np.zeros(len(parent) + 1, np.intp)
+    np.add(parent, 1, out=above[1:])
+    jumps = [above]
+    while np.count_nonzero(above := above.take(above)):
         jumps.append(above)
-        above = above.take(above)
     return jumps
-
-
-def _accumulate(parent: np.ndarray, kv_len: np.ndarray, jumps: list) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Depth, tokens of all proper ancestors, and subtree size."""
-    path, size = np.zeros(len(parent) + 1, np.int64), np.ones(len(parent) + 1)
-    if jumps:
-        # Both sums along the path in one word: neither reaches 2^31.
-        np.add(kv_len, np.int64(1 << 32), out=path[:-1])
-        path = path.take(jumps[0])
-    for above in jumps:
-        size += np.bincount(above, size)
-        path += path.take(above)
-    return (path[:-1] >> 32).astype(np.int32), path[:-1].astype(np.int32), size[:-1].astype(np.int32)
-
-
-def _preorder(parent: np.ndarray, size: np.ndarray, jumps: list) -> np.ndarray:
-    """Depth-first rank: the parent's rank, plus one, plus the subtrees of earlier siblings."""
-    if len(parent) == 0:
-        return np.zeros(0, np.int32)
-    by_parent = None if all_of(parent[1:] >= parent[:-1]) else np.argsort(parent, kind="stable")
-    sorted_parent = parent if by_parent is None else parent[by_parent]
-    sorted_size = size if by_parent is None else size[by_parent]
-    before = exclusive_cumsum(sorted_size)[:-1]
-    eldest = exclusive_cumsum(np.bincount(parent + 1))  # of each parent's children, by -1 for the roots
-    before -= before.take(eldest.take(sorted_parent + 1))
-    rank = np.zeros(len(parent) + 1, np.int32)
-    rank[slice(-1) if by_parent is None else by_parent] = before
-    rank[:-1] += parent >= 0
-    for above in jumps:
-        rank += rank.take(above)
-    return rank[:-1]

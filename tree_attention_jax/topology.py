@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.layout import MAX_SLOTS
-from tree_attention_jax._arrays import all_of, as_int_vector, exclusive_cumsum, ragged_arange
+from tree_attention_jax._arrays import all_of, any_of, as_int_vector, exclusive_cumsum, ragged_arange
 
 __all__ = ["TokenTree"]
 
@@ -47,6 +47,7 @@ class TokenTree:
         "_offsets",
         "first_slot",
         "kv_len",
+        "num_children",
         "page_indices",
         "page_indptr",
         "parent",
@@ -59,6 +60,7 @@ class TokenTree:
     page_indptr: np.ndarray | None
     page_indices: np.ndarray | None
     first_slot: np.ndarray
+    num_children: np.ndarray  # int [N + 1]: of the forest, which are its roots; then of each node
 
     def __init__(
         self,
@@ -71,8 +73,10 @@ class TokenTree:
     ):
         self.parent = as_int_vector("parent", parent)
         num_nodes = len(self.parent)
-        _check_parent(self.parent)
+        above = self.parent + 1
+        _check_parent(self.parent, above)
         self.kv_len = as_int_vector("kv_len", kv_len, num_nodes)
+        self.num_children = np.bincount(above, minlength=num_nodes + 1)
         if q_len is None:
             self.q_len = (self.is_leaf() & (self.kv_len > 0)).astype(np.int32)
         else:
@@ -112,15 +116,17 @@ class TokenTree:
         tokens = as_int_vector("tokens_per_node", tokens_per_node, len(sizes))
         if len(sizes) == 0:
             raise ValueError("nodes_per_level is empty: a forest has at least one level")
-        if (sizes < 1).any():
+        if any_of(sizes < 1):
             level = int(np.argmax(sizes < 1))
             raise ValueError(f"nodes_per_level[{level}] is {sizes[level]}: every level has at least one node")
-        level_begin = exclusive_cumsum(sizes)
-        parents = [np.full(sizes[0], -1, np.int32)]
-        for level in range(1, len(sizes)):
-            above = np.arange(sizes[level], dtype=np.int64) * sizes[level - 1] // sizes[level]
-            parents.append((level_begin[level - 1] + above).astype(np.int32))
-        return cls(np.concatenate(parents), np.repeat(tokens, sizes))
+        parents, begin, above = [np.full(sizes[0], -1, np.int64)], 0, int(sizes[0])
+        for size in sizes[1:].tolist():
+            parent = np.arange(0, size * above, above, dtype=np.int64)
+            parent //= size
+            parent += begin
+            parents.append(parent)
+            begin, above = begin + above, size
+        return cls(np.concatenate(parents), tokens.repeat(sizes))
 
     @classmethod
     def from_block_tables(cls, block_tables: Any, kv_lens: Any, q_lens: Any, page_size: int = 16) -> TokenTree:
@@ -178,7 +184,7 @@ class TokenTree:
 
     def query_nodes(self) -> np.ndarray:
         """int32 [num_queries]: the node of each query, in query order."""
-        return self.layout.query_node.copy()
+        return self.layout.query_node.astype(np.int32)
 
     def query_positions(self) -> np.ndarray:
         """int32 [num_queries]: absolute positions (tokens of all proper ancestors + index in the node)."""
@@ -231,10 +237,7 @@ class TokenTree:
 
     def is_leaf(self) -> np.ndarray:
         """bool [N]: nodes without children."""
-        leaf = np.ones(self.num_nodes, bool)
-        leaf[self.parent] = False
-        leaf[-1:] = True  # which a root's -1 stands for, and which has no children in any case
-        return leaf
+        return self.num_children[1:] == 0
 
     def check_pages(self, page_size: int) -> None:
         """Validate what depends on the page size. The result is kept, so a second call costs nothing.
@@ -311,7 +314,7 @@ class TokenTree:
             )
         if self.page_indptr is not None:
             _reject(self.first_slot < 0, lambda i: f"first_slot[{i}] is {self.first_slot[i]}: it must not be negative")
-        if int(kv_len.sum(dtype=np.int64)) >= 2**31:
+        if int(np.add.reduce(kv_len, dtype=np.int64)) >= 2**31:
             raise ValueError(f"kv_len sums to {int(kv_len.sum(dtype=np.int64))}: a forest holds less than 2**31 tokens")
         if self.page_indptr is None or self.page_indices is None:
             return
@@ -339,10 +342,11 @@ def _reject(bad: np.ndarray, describe: Any) -> None:
         raise ValueError(describe(int(np.argmax(bad))))
 
 
-def _check_parent(parent: np.ndarray) -> None:
-    nodes = np.arange(len(parent))
-    if all_of((parent >= -1) & (parent < nodes)):
+def _check_parent(parent: np.ndarray, above: np.ndarray) -> None:
+    # Without a sign, ``above`` = parent + 1 is huge where the parent is below -1.
+    if all_of(above.view(np.uint32) <= np.arange(len(parent), dtype=np.uint32)):
         return
+    nodes = np.arange(len(parent))
     _reject(parent < -1, lambda i: f"parent[{i}] is {parent[i]}: a parent is a node index, or -1 for a root")
     _reject(parent == nodes, lambda i: f"parent[{i}] is {i}: a node cannot be its own parent")
     _reject(

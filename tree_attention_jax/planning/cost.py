@@ -122,6 +122,22 @@ class ShapeTable:
         return SegmentCosts(*(column.astype(np.float32)[:, None] for column in columns))
 
     @functools.cached_property
+    def least_costs(self) -> tuple[np.float32, np.float32, np.ndarray, np.ndarray]:
+        """Bounds of what a token costs in any segment: for its own and for each row that sees it; float32.
+
+        And of a leaf's tokens, [lines, 1] each: microseconds a token, and beside the tokens. The least line counts.
+        """
+        costs = self.segment_costs
+        joined_us = costs.token_us + np.float32(MASKED_SHARE) * costs.masked_us
+        alone_us = np.minimum(costs.plain_us, costs.token_us)
+        least_us = np.minimum(alone_us, joined_us)
+        lines = [*zip(alone_us.ravel(), costs.tile_us.ravel())]
+        lines += zip(joined_us.ravel(), (costs.tile_us / costs.queries).ravel())
+        lines = [a for a in set(lines) if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in lines)]
+        slope, offset = np.ascontiguousarray(np.array(lines, np.float32).T)[:, :, None]
+        return least_us.min(), (least_us / costs.queries).min(), slope, offset
+
+    @functools.cached_property
     def mask_us(self) -> np.ndarray:
         """What a token costs more in a program that can mask."""
         return self.programs * (self.mixed_token_us - self.token_us)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pallas_kernels.layout import COUNT_BITS
-from tree_attention_jax._arrays import any_of, ceil_div, exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import any_of, ceil_div, exclusive_cumsum
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
 
 
-@dataclass(frozen=True)
-class Entries:
+class Entries(NamedTuple):
     """A table of entries. Tile i has ``real[i]`` of them from ``begin[i]`` on, which other tiles may have too.
 
     Behind those of a tile with growing leaves lies its reserve: room for the tokens that they will append.
@@ -37,88 +35,93 @@ class Entries:
 def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entries, Entries, tuple[int, int]]:
     """Entries of the plain pieces, entries of the masked ones, and how many tokens either hold."""
     num_tiles = tiling.num_blocks
-    plain, masked = (~pieces.masked).nonzero()[0], pieces.masked.nonzero()[0]
-    units = (problem.unit, problem.unit) if tiling.uniform else _units(problem, pieces, plain, masked)
-    repeats = _repeats(pieces, plain, num_tiles)
-    if repeats is not None:
-        plain = plain.compress(~repeats.take(pieces.tile.take(plain)))
-    pieces = pieces.take(np.concatenate([plain, masked]))
-    plain_entries, masked_entries = _expand(problem, pieces, len(plain), units, num_tiles)
-    if repeats is not None:
-        same_as = np.arange(num_tiles)
-        same_as[repeats] = 0
-        np.maximum.accumulate(same_as, out=same_as)
-        begin, real = plain_entries.begin.take(same_as), plain_entries.real.take(same_as)
-        plain_entries = replace(plain_entries, begin=begin, real=real)
-    return plain_entries, masked_entries, units
+    # Plain pieces first, either kind in order of its tiles.
+    plain, others = (~pieces.masked).nonzero()[0], pieces.masked.nonzero()[0]
+    border = len(plain)
+    if len(others):
+        pieces = pieces.take(np.concatenate([plain, others]))
+    start = problem.tree.first_slot.take(pieces.node) + pieces.begin
+    units = (problem.unit, problem.unit) if tiling.uniform else _units(problem, pieces, border, start)
+    repeats = _repeats(pieces, border, num_tiles)
+    if repeats is None:
+        return *_expand(problem, pieces, border, start, units, num_tiles), units
+    once = np.ones(len(start), bool)
+    np.logical_not(repeats.take(pieces.tile[:border]), out=once[:border])
+    once = once.nonzero()[0]
+    border -= len(start) - len(once)
+    plain_entries, masked_entries = _expand(problem, pieces.take(once), border, start.take(once), units, num_tiles)
+    same_as = np.arange(num_tiles)
+    same_as *= ~repeats
+    np.maximum.accumulate(same_as, out=same_as)
+    begin, real = plain_entries.begin.take(same_as), plain_entries.real.take(same_as)
+    return plain_entries._replace(begin=begin, real=real), masked_entries, units
 
 
-def _units(problem: Problem, pieces: Pieces, plain: np.ndarray, masked: np.ndarray) -> tuple[int, int]:
+def _units(problem: Problem, pieces: Pieces, border: int, start: np.ndarray) -> tuple[int, int]:
     """Tokens that a plain entry and a masked entry hold.
 
     Plain entries are no shorter than masked ones: a growing tree would meet one more combination. And a leaf that grows
     on the device moves on from entry to entry, wherever its entries are: then it is one unit for all.
     """
-    first_slot = problem.tree.first_slot
     if problem.horizon:
-        unit = problem.unit_for(first_slot, problem.tree.kv_len)
+        unit = problem.unit_for(problem.tree.first_slot, problem.tree.kv_len)
         return unit, unit
-
-    def unit_for(which: np.ndarray) -> int:
-        begin = pieces.begin.take(which)
-        return problem.unit_for(first_slot.take(pieces.node.take(which)) + begin, pieces.end.take(which) - begin)
-
-    masked_unit = unit_for(masked)
-    if masked_unit > 1 and len(masked):
+    tokens = pieces.end - pieces.begin
+    masked_unit = problem.unit_for(start[border:], tokens[border:])
+    if masked_unit > 1 and border < len(tokens):
         return masked_unit, masked_unit
-    return unit_for(plain), masked_unit
+    return problem.unit_for(start[:border], tokens[:border]), masked_unit
 
 
-def _repeats(pieces: Pieces, plain: np.ndarray, num_tiles: int) -> np.ndarray | None:
+def _repeats(pieces: Pieces, num_plain: int, num_tiles: int) -> np.ndarray | None:
     """bool [num_tiles]: tiles with the same plain pieces (the first ones) as the tile before; None if there are none.
 
     The row tiles of a segment all walk its top, and a thousand copies of a prompt's entries would be most of a plan.
     """
-    tile = pieces.tile.take(plain)
+    tile, node, begin, end = (column[:num_plain] for column in pieces[:4])
     count = np.bincount(tile, minlength=num_tiles)
     same = np.zeros(num_tiles, bool)
-    same[1:] = (count[1:] == count[:-1]) & (count[1:] > 0)
+    np.equal(count[1:], count[:-1], out=same[1:])
+    same &= count > 0
     if not any_of(same):
         return None
     # The piece at the same place in the tile before, if that has as many.
-    node, begin, end = (x.take(plain) for x in (pieces.node, pieces.begin, pieces.end))
-    before = np.arange(len(plain)) - count.take(tile - 1)
-    differs = (node != node.take(before)) | (begin != begin.take(before)) | (end != end.take(before))
-    differs |= pieces.reserve.take(plain)
+    before = np.arange(num_plain) - count.take(tile - 1)
+    differs = node != node.take(before)
+    differs |= begin != begin.take(before)
+    differs |= end != end.take(before)
+    differs |= pieces.reserve[:num_plain]
     same &= np.bincount(tile, differs, num_tiles) == 0
     return same if any_of(same) else None
 
 
 def _expand(
-    problem: Problem, pieces: Pieces, num_plain: int, units: tuple[int, int], num_tiles: int
+    problem: Problem, pieces: Pieces, num_plain: int, start: np.ndarray, units: tuple[int, int], num_tiles: int
 ) -> tuple[Entries, Entries]:
     """Entries of the first ``num_plain`` pieces, and of the others.
 
     What does not change within a piece is worked out for the pieces, of which there are few, and then spread.
     """
     layout, node = problem.layout, pieces.node
-    first_slot = problem.tree.first_slot.take(node)
-    start, stop = first_slot + pieces.begin, first_slot + pieces.end
+    before = start - pieces.begin  # slots before the node's first token
+    stop = before + pieces.end
     unit: Any = units[0] if units[0] == units[1] else np.where(pieces.masked, units[1], units[0])
     chunk0 = start // unit
     if problem.horizon:
         # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
         chunk0 = np.where(pieces.reserve, ceil_div(start, unit), chunk0)
     counts = ceil_div(stop, unit) - chunk0
-    piece, chunk = ragged_places(counts)
-    chunk = chunk + chunk0.take(piece)
+    piece = np.arange(len(counts)).repeat(counts)
+    chunk = np.arange(len(piece), dtype=np.int32)
+    chunk += (chunk0 - exclusive_cumsum(counts)[:-1]).take(piece)
     if problem.horizon:
         order = _with_reserves_last(pieces, piece, chunk)
         piece, chunk = piece.take(order), chunk.take(order)
     if units[0] != units[1]:
         unit = unit.take(piece)
     begin = chunk * unit
-    count = np.minimum(begin + unit, stop.take(piece))
+    count = begin + unit
+    np.minimum(count, stop.take(piece), out=count)
     np.maximum(begin, start.take(piece), out=begin)
     count -= begin
     if problem.horizon:
@@ -126,29 +129,31 @@ def _expand(
     word = problem.slots(problem.first_page.take(node).take(piece), begin)
     word <<= COUNT_BITS
     word |= count
-    position = (layout.position.take(node) - first_slot).take(piece) + begin
-    border = int(counts[:num_plain].sum())
+    position = (layout.position.take(node) - before).take(piece)
+    position += begin
+    border = int(np.add.reduce(counts[:num_plain]))
     # Only masked entries say who sees them.
     masked = piece[border:]
-    low, high = (rows.take(node).take(masked) for rows in (layout.row_begin, layout.row_end))
+    masked_node = node.take(masked)
+    low, high = layout.row_begin.take(masked_node), layout.row_end.take(masked_node)
     if any_of(pieces.causal):
-        seen_from = ((layout.row_begin - layout.old_len).take(node) - first_slot).take(masked) + begin[border:]
+        seen_from = ((layout.row_begin - layout.old_len).take(node) - before).take(masked) + begin[border:]
         low = np.where(pieces.causal.take(masked), ~seen_from, low)
     none = np.zeros(0, np.int32)
     tile, node, chunk = (pieces.tile.take(piece), node.take(piece), chunk) if problem.horizon else (none, none, none)
 
     def part(first: int, last: int, which: slice, rows: tuple[np.ndarray, np.ndarray]) -> Entries:
         of_tile, listed = pieces.tile[first:last], counts[first:last]
-        held = real = np.bincount(of_tile, listed, num_tiles)
+        held = real = np.bincount(of_tile, listed, num_tiles).astype(np.int32)
         if problem.horizon:
-            real = np.bincount(of_tile, listed * ~pieces.reserve[first:last], num_tiles)
+            real = np.bincount(of_tile, listed * ~pieces.reserve[first:last], num_tiles).astype(np.int32)
         return Entries(
             word=word[which],
             position=position[which],
             low=rows[0],
             high=rows[1],
             begin=exclusive_cumsum(held)[:-1],
-            real=real.astype(np.int32),
+            real=real,
             tile=tile[which],
             node=node[which],
             chunk=chunk[which],

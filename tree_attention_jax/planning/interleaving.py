@@ -7,8 +7,6 @@ runs that only one half sees take turns, a part of a step at a time.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from pallas_kernels.mosaic_geometry import PART
@@ -54,6 +52,6 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
     part, place = part.take(owner) + nth, place.take(owner)
     edge = (first_entry.take(owner) - place + part * size) * unit - first_slot.take(owner)
     cut = cut.take(owner)
-    cut = replace(cut, begin=np.maximum(cut.begin, edge), end=np.minimum(cut.end, edge + size * unit))
+    cut = cut._replace(begin=np.maximum(cut.begin, edge), end=np.minimum(cut.end, edge + size * unit))
     order = ((cut.tile.astype(np.int64) << 32) + 2 * part + second.take(owner)).argsort(kind="stable")
     return Pieces.join([pieces.take((~turns).nonzero()[0]), cut.take(order)])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,7 @@ from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
 
 
-@dataclass(frozen=True)
-class Items:
+class Items(NamedTuple):
     """Work items, sorted by launch and longest first within a launch; ranges index the entry tables."""
 
     launch: np.ndarray
@@ -40,7 +40,7 @@ def lower(problem: Problem, tiling: Tiling, *, mask_all: bool = False) -> Items:
     tiling = _row_tiles(problem, tiling)
     pieces = take_turns(problem, tiling, cut_into_pieces(problem, tiling))
     if mask_all:
-        pieces = replace(pieces, masked=np.ones_like(pieces.masked))
+        pieces = pieces._replace(masked=np.ones_like(pieces.masked))
     plain, masked, units = make_entries(problem, pieces, tiling)
     return _items(tiling, plain, masked, units)
 
@@ -49,15 +49,15 @@ def _row_tiles(problem: Problem, tiling: Tiling) -> Tiling:
     """The same tiling in blocks of no more rows than a tile holds."""
     queries = [t.queries_per_tile(problem.heads.group) for t in tiling.tiles]
     step = np.array(queries, np.int32).take(tiling.tile)
-    cuts = ceil_div(tiling.row_end - tiling.row_begin, step)
-    if all_of(cuts == 1):
+    rows = tiling.row_end - tiling.row_begin
+    if all_of(rows) and all_of(rows <= step):
         return tiling
+    cuts = ceil_div(rows, step)
     block, nth = ragged_places(cuts)
     row_begin = tiling.row_begin[block] + nth * step[block]
     runs = np.diff(tiling.run_indptr)[block]
     run = ragged_runs(tiling.run_indptr[:-1][block], runs)
-    return replace(
-        tiling,
+    return tiling._replace(
         row_begin=row_begin,
         row_end=np.minimum(row_begin + step[block], tiling.row_end[block]),
         run_indptr=exclusive_cumsum(runs),
@@ -74,8 +74,11 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
     plain_slots = plain.real * units[0]
     total = plain_slots + masked.real * units[1]
     tile, begin, end = _split(tiling, total)
-    tokens, launch = end - begin, tiling.tile[tile]
-    order = np.argsort(launch.astype(np.int64) * 2**32 - tokens, kind="stable")
+    tokens, launch = end - begin, tiling.tile.take(tile)
+    rank = launch.astype(np.int64)
+    rank <<= 32
+    rank -= tokens
+    order = rank.argsort(kind="stable")
     tile, begin, end = tile.take(order), begin.take(order), end.take(order)
     border = plain_slots.take(tile)
     # An entry goes to the piece that it ends in: two pieces that meet round alike.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ FEW_PARTIALS, MANY_PARTIALS = 4, 16
 FEW_ON_AVERAGE, FEW_QUERIES = 8, 64
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """The buffer, its static description, and the real counts (kept on the host only)."""
 
     buffer: np.ndarray
@@ -30,8 +29,7 @@ class Packed:
     num_partials: int
 
 
-@dataclass(frozen=True)
-class _Places:
+class _Places(NamedTuple):
     """Where each section of the buffer begins."""
 
     launches: tuple[lo.Launch, ...]
@@ -155,8 +153,8 @@ def _places(items: Items, capacity: Buckets, launches: tuple[lo.Launch, ...]) ->
 def _partials(problem: Problem, items: Items):
     """Where each item writes (-1: straight to the output), and each query's list of partials."""
     num_rows = problem.layout.num_rows
-    if int(items.num_rows.sum()) == num_rows:  # each row has an item, as it sees its own token, so none has two
-        return np.full(len(items.tile), -1), 0, np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
+    if int(np.add.reduce(items.num_rows)) == num_rows:  # each row has an item, as it sees its own token: none has two
+        return -1, 0, np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
     first, last = items.row_begin, items.row_begin + items.num_rows
     change = np.bincount(first, minlength=num_rows + 1) - np.bincount(last, minlength=num_rows + 1)
     crowded = exclusive_cumsum(np.add.accumulate(change)[:num_rows] > 1)

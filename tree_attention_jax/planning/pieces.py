@@ -6,7 +6,7 @@ among its own rows, so such a run has a plain beginning, a masked diagonal, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """Parts of (tile, run) pairs that are visible to all rows of the tile, or to some (``masked``)."""
 
     tile: np.ndarray
@@ -28,12 +27,11 @@ class Pieces:
     reserve: np.ndarray  # token range is not filled yet
 
     def take(self, which: np.ndarray) -> Pieces:
-        return Pieces(**{name: getattr(self, name).take(which) for name in self.__dataclass_fields__})
+        return Pieces(*[column.take(which) for column in self])
 
     @staticmethod
     def join(parts: list[Pieces]) -> Pieces:
-        names = Pieces.__dataclass_fields__
-        return Pieces(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
+        return Pieces(*[np.concatenate(columns) for columns in zip(*parts)])
 
 
 def cut_into_pieces(problem: Problem, tiling: Tiling) -> Pieces:
@@ -43,7 +41,8 @@ def cut_into_pieces(problem: Problem, tiling: Tiling) -> Pieces:
     node, begin, end = tiling.node, tiling.begin, tiling.end
     low, high = layout.row_begin.take(node), layout.row_end.take(node)
     first, last = tiling.row_begin.take(tile), tiling.row_end.take(tile)
-    touched = (low < last) & (first < high)
+    touched = low < last
+    touched &= first < high
     if not all_of(touched):
         tile, node, begin, end, low, high, first, last = (
             x[touched] for x in (tile, node, begin, end, low, high, first, last)
@@ -51,14 +50,15 @@ def cut_into_pieces(problem: Problem, tiling: Tiling) -> Pieces:
     old = layout.old_len.take(node)
     if problem.sliding_window is not None and len(tile):
         begin = _trim_to_window(problem, tiling, tile, node, begin, end)
-    whole = (low <= first) & (last <= high)
+    masked = low > first
+    masked |= last > high
     no = np.zeros(len(tile), bool)
-    parts = [Pieces(tile, node, begin, np.minimum(end, old), ~whole, no, no)]
+    parts = [Pieces(tile, node, begin, np.minimum(end, old), masked, no, no)]
     fresh = (end > old).nonzero()[0]
     if len(fresh):
         tile, node, low, old, first, last = (x[fresh] for x in (tile, node, low, old, first, last))
         begin, end = np.maximum(begin[fresh], old), end[fresh]
-        seen_by_all = np.clip(np.where(whole[fresh], old + first - low + 1, begin), begin, end)
+        seen_by_all = np.clip(np.where(masked[fresh], begin, old + first - low + 1), begin, end)
         seen_by_any = np.clip(old + last - low, seen_by_all, end)
         no, yes = np.zeros(len(fresh), bool), np.ones(len(fresh), bool)
         parts.append(Pieces(tile, node, begin, seen_by_all, no, no, no))
@@ -91,4 +91,4 @@ def _reserve(problem: Problem, old: Pieces) -> Pieces:
     growing = np.flatnonzero((tree.q_len[old.node] == 1) & (old.end == tree.kv_len[old.node]) & (old.begin < old.end))
     growing = growing[tree.is_leaf()[old.node[growing]]]
     part = old.take(growing)
-    return replace(part, begin=part.end, end=part.end + problem.horizon, reserve=np.ones(len(growing), bool))
+    return part._replace(begin=part.end, end=part.end + problem.horizon, reserve=np.ones(len(growing), bool))

@@ -23,6 +23,8 @@ from tree_attention_jax.topology import TokenTree
 
 __all__ = ["TreePlan", "plan_tree"]
 
+ROUNDED_UP = Buckets()
+
 
 @dataclass(frozen=True)
 class HostView:
@@ -177,7 +179,7 @@ def plan_tree(
 
 def plan_of(problem: Problem, tiling: Tiling, strategy: str = "", buckets: Buckets | None = None) -> TreePlan:
     """The plan that runs a tiling."""
-    packed = packing.pack(problem, lower(problem, tiling), buckets or Buckets())
+    packed = packing.pack(problem, lower(problem, tiling), buckets or ROUNDED_UP)
     host = HostView(
         num_queries=problem.layout.num_rows,
         num_pages=problem.num_pages,

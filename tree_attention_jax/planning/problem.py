@@ -67,11 +67,11 @@ class Problem:
 
     def slots(self, first_page: np.ndarray, place: np.ndarray) -> np.ndarray:
         """Cache slots: of each, where its node's pages begin in the table, and its place among their slots."""
+        if self.tree.page_indices is None:  # a page's place in the table is its id
+            return first_page * self.page_size + place
         page = place // self.page_size
-        ids = first_page + page
-        if self.tree.page_indices is not None:
-            ids = self.tree.page_indices.take(ids)
-        slots = ids - page
+        slots = self.tree.page_indices.take(first_page + page)
+        slots -= page
         slots *= self.page_size
         slots += place
         return slots
@@ -87,9 +87,10 @@ class Problem:
         64 one-token draft nodes side by side in a page would take 64 entries of 16, one token in each. One of two
         values, because each compiles programs of its own.
         """
-        unit, total = self.unit, int(tokens.sum())
+        unit, total = self.unit, int(np.add.reduce(tokens))
         if total >= 2 * unit * len(tokens):
             return unit  # long runs: however they begin, their ends pad less than they hold
         entries = ceil_div(begin % unit + tokens, unit)
-        padded = unit * int(entries[tokens > 0].sum())
+        entries *= tokens > 0
+        padded = unit * int(np.add.reduce(entries))
         return unit if padded <= 2 * total else 1

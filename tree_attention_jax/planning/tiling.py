@@ -8,15 +8,14 @@ tiling covers each visible (row, token) pair exactly once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from pallas_kernels.layout import TileClass
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(NamedTuple):
     """Blocks in CSR form; arrays of integers.
 
     Attributes:

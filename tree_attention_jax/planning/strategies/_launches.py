@@ -8,7 +8,7 @@ over all SMs, the longest item's latency, and the partials that the pieces write
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,32 +20,20 @@ MIN_TOKENS = 64
 SHORT_TAIL = 0.2
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Equal row tiles, grouped by launch. Float64 but for the first two."""
 
     first: np.ndarray  # [L] each launch's first group
     launch: np.ndarray  # of each group
-    count: np.ndarray  # tiles in the group
+    tiles: np.ndarray  # in the group
     tokens: np.ndarray  # of each tile
     rows: np.ndarray
 
 
-@dataclass(frozen=True)
-class Pricing:
-    """Per launch, [L].
-
-    Attributes:
-        limit: tokens an item may have at most; 0 where none is split.
-        time: microseconds, with the partials that splitting adds.
-    """
-
-    limit: np.ndarray
-    time: np.ndarray
-
-
-def price(problem: Problem, costs: LaunchCosts, blocks: Blocks, memory: np.ndarray, reduced: np.ndarray) -> Pricing:
-    """The best limit of every launch.
+def price(
+    problem: Problem, costs: LaunchCosts, blocks: Blocks, memory: np.ndarray, reduced: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Launches with items of different lengths.
 
     Args:
         problem: gives heads and rates.
@@ -53,21 +41,29 @@ def price(problem: Problem, costs: LaunchCosts, blocks: Blocks, memory: np.ndarr
         blocks: of all launches.
         memory: [L] time to read the launch's K/V once.
         reduced: [L] the rows have other partials, so that a split makes no final result partial.
+
+    Returns:
+        [lengths, L] microseconds, with the partials that splitting adds, without end where a limit makes no sense, and
+        [lengths] tokens that an item may have at most; 0: none is split.
     """
     profile, first = problem.profile, blocks.first
     longest = np.maximum.reduceat(blocks.tokens, first)
-    steps = np.add.reduceat(np.ceil(blocks.tokens / costs.block_kv.take(blocks.launch)) * blocks.count, first)
-    length, limits = _lengths(max(int(longest.max()) - 1, 0).bit_length())
+    steps = np.ceil(blocks.tokens / costs.block_kv.take(blocks.launch))
+    steps *= blocks.tiles
+    steps = np.add.reduceat(steps, first)
+    length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
     items, written = _splits(blocks, length, reduced)
     most = np.ceil(np.minimum(length, longest) / costs.block_kv)
     time = launch_time(profile, costs, steps, items, most, memory)
-    worth = most[0] * costs.latency_us > SHORT_TAIL * time[0]
+    split, shorter = time[1:], length[1:]
+    senseless = shorter < costs.block_kv
+    senseless |= shorter >= longest
+    senseless |= most[0] * costs.latency_us <= SHORT_TAIL * time[0]
     written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
     time += written
-    split, shorter = time[1:], length[1:]
     split += profile.launch_us * ~reduced
-    np.copyto(split, np.inf, where=~(worth & (shorter >= costs.block_kv) & (shorter < longest)))
-    return Pricing(limits.take(time.argmin(axis=0)), np.minimum.reduce(time))
+    split[senseless] = np.inf
+    return time, limits
 
 
 @functools.lru_cache(maxsize=64)
@@ -85,24 +81,24 @@ def _lengths(bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[lengths, L] each: items, and partials written that were not written before."""
-    first, launch, count, tokens, rows = blocks.first, blocks.launch, blocks.count, blocks.tokens, blocks.rows
+    first, launch, tiles, tokens, rows = blocks
     long = (tokens > MIN_TOKENS).nonzero()[0]
     few = 2 * len(long) < len(tokens)  # the others are never split, so need not be looked at
     if few:
         items, written = np.empty((len(length), len(first))), np.zeros((len(length), len(first)))
-        items[:] = np.add.reduceat(count, first)
+        items[:] = np.add.reduceat(tiles, first)
         if len(long) == 0:
             return items, written
-        launch, count, tokens, rows = launch.take(long), count.take(long), tokens.take(long), rows.take(long)
+        launch, tiles, tokens, rows = launch.take(long), tiles.take(long), tokens.take(long), rows.take(long)
         first = starts(launch)
         which = launch.take(first)
-        items[:, which] -= np.add.reduceat(count, first)
+        items[:, which] -= np.add.reduceat(tiles, first)
     pieces = np.ceil(tokens / length)
     np.maximum(pieces, 1, out=pieces)
     partials = pieces - reduced.take(launch)
     partials *= pieces > 1
-    partials *= rows * count
-    pieces *= count
+    partials *= rows * tiles
+    pieces *= tiles
     added = np.add.reduceat(pieces, first, axis=1), np.add.reduceat(partials, first, axis=1)
     if not few:
         return added

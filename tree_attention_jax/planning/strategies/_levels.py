@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import all_of, exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import all_of, exclusive_cumsum
 from tree_attention_jax.planning.problem import Problem
 
 
-@dataclass(frozen=True)
-class Seen:
+class Tiles(NamedTuple):
+    """Row tiles of segments."""
+
+    row0: np.ndarray
+    row1: np.ndarray
+    owner: np.ndarray  # the segment of each
+
+
+class Seen(NamedTuple):
     """Tile i sees nodes ``low[j] .. high[j] - 1`` for each j in its CSR range, one a level."""
 
     indptr: np.ndarray
@@ -40,8 +48,8 @@ class Levels:
     inner: np.ndarray  # [I] nodes with children
     leaf: np.ndarray  # the other nodes
     inner_begin: list[int]  # [depth + 1] first inner node of each level
-    above: np.ndarray  # [N] place among the inner nodes of each node's parent; 0 for the virtual root
-    bounds: np.ndarray  # [spans + 1, 2, I]
+    children: np.ndarray  # of each node, how many
+    spans: int  # levels a segment may hold
 
     @property
     def num_nodes(self) -> int:
@@ -52,41 +60,27 @@ class Levels:
         """Levels, the virtual root's included."""
         return len(self.begin) - 1
 
-    @property
-    def spans(self) -> int:
-        """Levels a segment may hold."""
-        return len(self.bounds) - 1
-
     @staticmethod
     def of(problem: Problem, max_span: int) -> Levels:
         tree, layout = problem.tree, problem.layout
-        # Nodes without rows have no descendants with rows, so leaving them out leaves a forest. In a stable sort by
-        # depth the depth-first order survives within each level.
-        order = layout.order
-        rows = layout.row_end - layout.row_begin
-        if not all_of(rows):
-            order = order[rows.take(order) > 0]
-        depth = layout.depth.take(order)
+        # Nodes without rows have no descendants with rows, so leaving them out leaves a forest. The others have rows of
+        # their own within a level, in depth-first order.
+        depth, children = layout.depth, layout.children
+        rank = depth.astype(np.int64)
+        rank <<= 32
+        rank |= layout.row_begin
+        order = rank.argsort(kind="stable")
+        if not all_of(layout.rows):
+            order = order.compress(layout.rows.take(order))
+            depth, children = depth.take(order), np.bincount(layout.parent.take(order) + 1, minlength=len(children))
         counts = np.bincount(depth)
-        if len(counts) <= 2**15:
-            depth = depth.astype(np.int16)  # which NumPy sorts by radix
+        begin = [0, *(exclusive_cumsum(counts) + 1).tolist()]
         node = np.empty(len(order) + 1, np.intp)
         node[0] = -1  # reads the last node's fields, which are overwritten below
-        node[1:] = order.take(np.argsort(depth, kind="stable"))
-        begin = [0, *(exclusive_cumsum(counts) + 1).tolist()]
-        children = np.bincount(tree.parent.take(node[begin[2] :]), minlength=tree.num_nodes).take(node)
+        node[1:] = order
+        children = children[1:].take(node)
         children[0] = counts[0]
         inner, leaf = children.nonzero()[0], (children == 0).nonzero()[0]
-        above = np.zeros(len(node), np.intp)
-        above[1:] = np.arange(len(inner)).repeat(children.take(inner))
-        # Children of i: child_begin[i] .. child_begin[i + 1] - 1.
-        child_begin = np.ones(len(node) + 1, np.intp)
-        child_begin[1:] += np.add.accumulate(children)
-        bounds = np.empty((min(len(begin) - 1, max_span) + 1, 2, len(inner)), np.intp)
-        bounds[0, 0] = inner
-        bounds[0, 1] = inner + 1
-        for k in range(len(bounds) - 1):
-            child_begin.take(bounds[k], out=bounds[k + 1], mode="clip")  # they are in range; without a mode it is slow
 
         def with_root(root: int, values: np.ndarray) -> np.ndarray:
             out = values.take(node)
@@ -107,9 +101,29 @@ class Levels:
             inner=inner,
             leaf=leaf,
             inner_begin=inner.searchsorted(begin).tolist(),
-            above=above,
-            bounds=bounds,
+            children=children,
+            spans=min(len(counts) + 1, max_span),
         )
+
+    @functools.cached_property
+    def bounds(self) -> np.ndarray:
+        """[spans + 1, 2, I]: where the descendants of inner nodes begin and end, so many levels down."""
+        # Children of i: child_begin[i] .. child_begin[i + 1] - 1.
+        child_begin = np.zeros(self.num_nodes + 1, np.intp)
+        np.add.accumulate(self.children, out=child_begin[1:])
+        child_begin += 1
+        bounds = np.empty((self.spans + 1, 2, len(self.inner)), np.intp)
+        bounds[0, 0] = self.inner
+        bounds[0, 1] = self.inner + 1
+        for k in range(self.spans):
+            child_begin.take(bounds[k], out=bounds[k + 1], mode="clip")  # they are in range; without a mode it is slow
+        return bounds
+
+    def above(self) -> np.ndarray:
+        """[N]: place among the inner nodes of each node's parent; 0 for the virtual root."""
+        above = np.zeros(self.num_nodes, np.intp)
+        above[1:] = np.arange(len(self.inner)).repeat(self.children.take(self.inner))
+        return above
 
     @property
     def sums_size(self) -> int:
@@ -122,9 +136,10 @@ class Levels:
 
         For k = 0 of the children in the first sums, for other k of the descendants k levels down in the second.
         """
-        places = self.bounds[:-1] + (np.arange(self.spans)[:, None] + self.level.take(self.inner))[:, None]
-        places[0] = places[1]
+        zeros = np.arange(self.spans)[:, None] + self.level.take(self.inner)  # before such sums, but for the very first
+        places = self.bounds[:-1] + zeros[:, None]
         places[1:] += self.sums_size
+        np.add(self.bounds[1], zeros[1], out=places[0])
         return places
 
     def only_child(self) -> np.ndarray:
@@ -132,44 +147,32 @@ class Levels:
         child, end = self.bounds[1]
         return child * (end - child == 1)
 
-    def sums(self, values: np.ndarray) -> np.ndarray:
-        """float64 [V, N + 1]: prefix sums of V values of all nodes."""
-        prefix = np.zeros((len(values), self.num_nodes + 1))
-        np.add.accumulate(values, axis=1, dtype=np.float64, out=prefix[:, 1:])
-        return prefix
-
     def sum_down(self, prefix: np.ndarray) -> np.ndarray:
-        """[V, spans, I]: sums of V values over inner node i and its descendants down to k levels below, for each k."""
-        ends = prefix.take(self.bounds[:-1], axis=1)
-        return np.add.accumulate(ends[:, :, 1] - ends[:, :, 0], axis=1)
+        """[spans * I, 2]: for each k, sums of two values over an inner node and what is down to k levels below it."""
+        ends = prefix.take(self.bounds[:-1], axis=0)
+        sums = ends[:, 1] - ends[:, 0]
+        for k in range(1, len(sums)):  # faster than to accumulate along the first axis
+            sums[k] += sums[k - 1]
+        return sums.reshape(-1, 2)
 
-    def nodes_of_tiles(
-        self, row0: np.ndarray, row1: np.ndarray, top: np.ndarray, below: np.ndarray, span: np.ndarray
-    ) -> Seen:
-        """Which nodes tiles walk, ``below .. span`` levels below their segments' tops.
-
-        Args:
-            row0, row1: the tiles' rows, all of them below the top.
-            top, below, span: of each tile's segment.
-        """
-        pairs = span + 1 - below
+    def nodes_of_tiles(self, tiles: Tiles, top: np.ndarray, below: np.ndarray, span: np.ndarray) -> Seen:
+        """Which nodes tiles walk, ``below .. span`` levels below the tops of their segments: these three of each."""
+        row0, row1, owner = tiles
+        # Within a level rows ascend, so over all levels (level, row) does.
+        stride = int(self.row_end[0]) + 1
+        above = self.level * stride
+        begin, end = above + self.row_begin, above + self.row_end
+        pairs = (span + 1 - below).take(owner)
         indptr = exclusive_cumsum(pairs)
-        tile, nth = ragged_places(pairs)
-        low = top.take(tile)
-        high, partly = low + 1, np.zeros(len(low), bool)
-        # The top itself is seen by all rows; the others are searched for.
-        down = below.take(tile) + nth
-        deeper = down.nonzero()[0]
-        if len(deeper):
-            tile = tile.take(deeper)
-            row0, row1 = row0.take(tile), row1.take(tile)
-            # Within a level rows ascend, so over all levels (level, row) does.
-            stride = int(self.row_end[0]) + 1
-            above, level = self.level * stride, (self.level.take(top).take(tile) + down.take(deeper)) * stride
-            first = np.searchsorted(above + self.row_end, level + row0, "right")
-            last = np.searchsorted(above + self.row_begin, level + row1, "left")
-            low[deeper], high[deeper] = first, last
-            partly[deeper] = last - first > 1
-            alone = np.minimum(first, self.num_nodes - 1)  # there may be none, at the end of the last level
-            partly[deeper] |= (self.row_begin.take(alone) > row0) | (self.row_end.take(alone) < row1)
-        return Seen(indptr, low, high, partly)
+        at = (above.take(top) + below * stride).take(owner)  # where a tile begins in its first level
+        at += row0
+        at -= indptr[:-1] * stride
+        low = np.arange(0, int(indptr[-1]) * stride, stride)
+        low += at.repeat(pairs)
+        high = low + (row1 - row0).repeat(pairs)
+        first, last = end.searchsorted(low, "right"), begin.searchsorted(high)
+        # None of the three is so if all rows of the tile see its only node.
+        partly = last - first > 1
+        partly |= begin.take(first, mode="clip") > low
+        partly |= end.take(first, mode="clip") < high
+        return Seen(indptr, first, last, partly)

@@ -7,31 +7,37 @@ from __future__ import annotations
 
 import numpy as np
 
-from tree_attention_jax.planning.strategies._levels import Levels
+from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._segments import BELOW, FROM, SegmentTable
 
 
-def cheapest(table: SegmentTable, time: np.ndarray, partial: np.ndarray) -> np.ndarray:
+def cheapest(problem: Problem, table: SegmentTable, time: np.ndarray, price: float = 1.0) -> np.ndarray:
     """The segmentation with the least sum of times: places of its segments in the table.
 
     Args:
+        problem: gives the time of partials: what rows pay for having several segments.
         table: all segments.
         time: of each of them.
-        partial: [N] what a node's rows pay for having several segments: a partial written and read again.
+        price: factor of that of partials.
     """
-    return _trace(table, _choose(table.levels, *table.by_node(time), partial))
+    each = price * problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
+    partial = table.levels.rows * each
+    return _trace(table, _options(table, time, partial))
 
 
-def _choose(levels: Levels, inner_time: np.ndarray, leaf_time: np.ndarray, partial: np.ndarray) -> np.ndarray:
-    """Bottom-up: [2, I], the levels that the best segment from, and below, each inner node spans.
+def _options(table: SegmentTable, times: np.ndarray, partial: np.ndarray) -> np.ndarray:
+    """Bottom-up: [2, spans, I], the least time for all below an inner node if its segment spans so many levels.
 
-    0 from it: the node by itself. 0 below it: its children begin segments of their own.
+    From it (0 levels: the node by itself), and below it (0: its children begin segments of their own).
     """
+    levels = table.levels
     depth, spans, inner, leaf = levels.depth, levels.spans, levels.inner, levels.leaf
-    time = inner_time + partial.take(inner)
+    time, leaf_time = table.by_node(times)
+    time += partial.take(inner)
     # Segments that reach from a root, or from the virtual root, to the deepest leaf below write final results.
     roots = levels.inner_begin[2]
-    final = (levels.bounds[1:, 0, :roots] == levels.bounds[1:, 1, :roots]) * partial.take(inner[:roots])
+    ends = levels.bounds[1:, :, :roots]
+    final = (ends[:, 0] == ends[:, 1]) * partial.take(inner[:roots])
     time[BELOW, :, 0] -= final[:, 0]
     time[FROM, :, 1:roots] -= final[:, 1:]
     own_time = time[FROM, 0].copy()
@@ -40,35 +46,40 @@ def _choose(levels: Levels, inner_time: np.ndarray, leaf_time: np.ndarray, parti
 
     leaf_partial = partial.take(leaf)
     leaf_partial[: levels.begin[2] - roots] = 0  # leaves that are roots
-    value = np.zeros((2, levels.num_nodes))
-    value[FROM, leaf] = leaf_time + leaf_partial
+    leaf_partial += leaf_time
+    from_it, below_it = np.zeros((2, levels.num_nodes))
+    from_it[leaf] = leaf_partial
     # Prefix sums of the values, which start anew at each level: then sums over a level's stretch are differences.
     sums = np.zeros((2, levels.sums_size))
-    flat, ends = sums.reshape(-1), levels.sums_at
+    sums_from, sums_below, flat, ends = sums[FROM], sums[BELOW], sums.reshape(-1), levels.sums_at
     for level in reversed(range(depth - 1)):
-        first, last = levels.begin[level + 1], levels.begin[level + 2]
-        np.add.accumulate(value[:, first:last], axis=1, out=sums[:, first + level + 2 : last + level + 2])
+        nodes, begin = slice(levels.begin[level + 1], levels.begin[level + 2]), levels.begin[level + 1] + level + 2
+        into = slice(begin, begin + nodes.stop - nodes.start)
+        np.add.accumulate(from_it[nodes], out=sums_from[into])
+        np.add.accumulate(below_it[nodes], out=sums_below[into])
         here = slice(levels.inner_begin[level], levels.inner_begin[level + 1])
         reach, at = min(spans, depth - level), inner[here]
         under, options = flat.take(ends[:reach, :, here]), time[:, :reach, here]
         options += under[:, 1] - under[:, 0]
         longer, below = np.minimum.reduce(options, axis=1)
-        value[BELOW, at] = below
+        below_it[at] = below
         alone = np.add(own_time[here], below, out=options[FROM, 0])
-        value[FROM, at] = np.minimum(longer, alone)
-    return time.argmin(axis=1)
+        from_it[at] = np.minimum(longer, alone)
+    return time
 
 
-def _trace(table: SegmentTable, chosen: np.ndarray) -> np.ndarray:
-    """Top-down: follow the choices from the virtual root."""
+def _trace(table: SegmentTable, options: np.ndarray) -> np.ndarray:
+    """Top-down: follow the best options from the virtual root."""
     levels = table.levels
     # Often one segment holds everything, from the virtual root on or from the only root.
-    last = levels.depth - 1
-    if chosen[BELOW, 0] == last:
+    last, (from_root, below_root) = levels.depth - 1, options[:, :, :2].argmin(axis=1)
+    if below_root[0] == last:
         return np.array([table.place(BELOW, last, 0)])
-    if last > 1 and levels.begin[2] == 2 and chosen[BELOW, 0] == 0 and chosen[FROM, 1] == last - 1:
+    if last > 1 and levels.begin[2] == 2 and below_root[0] == 0 and from_root[1] == last - 1:
         return np.array([table.place(FROM, last - 1, 1)])
-    inner, above = levels.inner, levels.above.take(levels.inner)
+    chosen = options.argmin(axis=1)
+    inner, above_each = levels.inner, levels.above()
+    above = above_each.take(inner)
     # How many levels the segment that a node is in goes on below it; if none, the one that begins right below it.
     left = np.full(len(inner), levels.depth)
     left[0] = chosen[BELOW, 0]
@@ -86,7 +97,7 @@ def _trace(table: SegmentTable, chosen: np.ndarray) -> np.ndarray:
     begins = goes_on == 0
     below_begins = (chosen[BELOW] > 0) & ((goes_on == 1) | (begins & (chosen[FROM] == 0)))
     from_it, below_it = begins.nonzero()[0], below_begins.nonzero()[0]
-    leaf = (left.take(levels.above.take(levels.leaf)) == 0).nonzero()[0]
+    leaf = (left.take(above_each.take(levels.leaf)) == 0).nonzero()[0]
     return np.concatenate(
         [
             table.place(FROM, chosen[FROM].take(from_it), from_it),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import ceil_div
+from tree_attention_jax._arrays import ragged_places
 from tree_attention_jax.planning.cost import MASKED_SHARE, OVERLAP, ShapeTable
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._levels import Levels
@@ -16,8 +15,7 @@ from tree_attention_jax.planning.strategies._levels import Levels
 FROM, BELOW = 0, 1
 
 
-@dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """What the cost of segments depends on; float32.
 
     Attributes:
@@ -40,19 +38,45 @@ class Sums:
         met += self.total
         return np.minimum(met, self.total * tiles, out=met)
 
-    def masked(self, tiles: np.ndarray, walked: np.ndarray) -> np.ndarray:
-        """About how many of the tokens walked are masked: never the top's own, which every row sees."""
-        masked = walked - self.own * tiles
-        np.maximum(masked, 0, out=masked)
-        masked *= np.float32(MASKED_SHARE)
-        return masked
-
     def tiles(self, queries: np.ndarray) -> np.ndarray:
         return np.ceil(self.rows / queries)
 
 
-@dataclass(frozen=True)
-class SegmentTable:
+def masked_tokens(own: np.ndarray, tiles: np.ndarray, walked: np.ndarray) -> np.ndarray:
+    """About how many of the tokens walked are masked: never the top's own, which every row sees."""
+    masked = own * tiles
+    np.subtract(walked, masked, out=masked)
+    np.maximum(masked, 0, out=masked)
+    masked *= np.float32(MASKED_SHARE)
+    return masked
+
+
+class NodeTokens(NamedTuple):
+    """Token slots that are walked of each node: float32 [N], in level order."""
+
+    tokens: np.ndarray  # with the idle ones of entries
+    rows: np.ndarray
+    extra: np.ndarray  # tokens * (rows - 1)
+
+    @staticmethod
+    def of(levels: Levels, unit: int) -> NodeTokens:
+        slots = -levels.tokens  # idle ones, of each node's last entry
+        slots &= unit - 1
+        slots *= levels.tokens >= slots  # short runs will get entries of one token (:func:`.entries._units`)
+        slots += levels.tokens
+        tokens, rows = slots.astype(np.float32), levels.rows.astype(np.float32)
+        extra = rows - 1
+        extra *= tokens
+        return NodeTokens(tokens, rows, extra)
+
+    def sums(self) -> np.ndarray:
+        """float64 [N + 1]: prefix sums of the tokens."""
+        sums = np.zeros(len(self.tokens) + 1)
+        sums[1:] = self.tokens
+        return np.add.accumulate(sums, out=sums)
+
+
+class SegmentTable(NamedTuple):
     """Every segment that ``auto`` may choose, [F]: each leaf by itself, then those from and those below inner nodes.
 
     Either of the last two lists each pair of a span and an inner node that ends within the tree, by span. Most inner
@@ -63,59 +87,59 @@ class SegmentTable:
     top: np.ndarray  # [F] node, in level order
     span: np.ndarray  # [F] levels below the top
     pairs: np.ndarray  # of the (span, inner node) pairs that are listed, their places among all pairs
-    first: np.ndarray  # [spans] where each span begins among those listed
-    alone: np.ndarray  # bool [F]: one node, with its own tokens
+    first: np.ndarray  # [spans + 1] where each span begins among those listed
+    num_alone: int  # the first so many are one node each, with its own tokens: leaves, and span 0 from each inner node
+    first_below: int  # the first segment without its top's own tokens
     sums: Sums
     exact: np.ndarray  # [4, F] the same, but with own tokens that are not rounded up to entries
     token_sums: np.ndarray  # [N + 1] prefix sums of the nodes' tokens, with the idle ones of their entries
 
     @staticmethod
-    def of(levels: Levels, unit: int) -> SegmentTable:
-        inner, leaf = levels.inner, levels.leaf
-        listed = np.arange(levels.spans)[:, None] < levels.depth - levels.level.take(inner)
-        span, place = listed.nonzero()
-        pairs = span * len(inner) + place
-        top = np.concatenate([leaf, inner.take(place), inner.take(place)])
-
-        rows = levels.rows.astype(np.float32)
-        padded = ceil_div(levels.tokens, unit) * unit
-        values = np.empty((2, levels.num_nodes), np.float32)  # tokens, and extra
-        # Short runs will get entries of one token (:func:`.entries._units`).
-        values[0] = padded
-        np.copyto(values[0], levels.tokens, where=2 * levels.tokens < padded)
-        np.multiply(values[0], rows - 1, out=values[1])
+    def of(levels: Levels, nodes: NodeTokens) -> SegmentTable:
+        inner, leaf, spans = levels.inner, levels.leaf, levels.spans
+        # Inner nodes are in order of their levels: those that have so many levels below them are the first ones.
+        first = np.zeros(spans + 1, np.intp)
+        np.add.accumulate(levels.inner_begin[levels.depth : levels.depth - spans : -1], out=first[1:])
+        span, place = ragged_places(first[1:] - first[:-1])
+        pairs = span * len(inner)
+        pairs += place
+        listed = inner.take(place)
+        top = np.concatenate([leaf, listed, listed])
+        values = np.empty((levels.num_nodes, 2), np.float32)
+        values[:, 0], values[:, 1] = nodes.tokens, nodes.extra
+        token_sums, sums = nodes.sums(), np.zeros((levels.num_nodes + 1, 2))
+        sums[:, 0], sums[1:, 1] = token_sums, nodes.extra
+        np.add.accumulate(sums[:, 1], out=sums[:, 1])
+        listed_sums = levels.sum_down(sums).take(pairs, axis=0).astype(np.float32)
         exact = np.empty((4, len(top)), np.float32)
-        exact[0] = rows.take(top)
-        totals = exact[1:3]
-        totals[:, : len(leaf)] = values.take(leaf, axis=1)
-        from_it, below_it = totals[:, len(leaf) :].reshape(2, 2, -1).swapaxes(0, 1)
-        prefix = levels.sums(values)
-        from_it[:] = levels.sum_down(prefix).reshape(2, -1).take(pairs, axis=1)
-        np.subtract(from_it, from_it.take(place, axis=1), out=below_it)
+        exact[0] = nodes.rows.take(top)
+        total = exact[1:3].T
+        total[: len(leaf)] = values.take(leaf, axis=0)
+        total[len(leaf) : -len(pairs)] = listed_sums
+        np.subtract(listed_sums, listed_sums.take(place, axis=0), out=total[-len(pairs) :])
         whole = top.copy()  # the node that all rows of the segment see whole; the virtual root stands for none
         whole[-len(pairs) :] = levels.only_child().take(place)
-        own, exact[3] = values[0].take(whole), levels.tokens.take(whole)
-        alone = np.zeros(len(top), bool)
-        alone[: levels.num_nodes] = True  # the leaves, and span 0 from each inner node
+        exact[3] = levels.tokens.take(whole)
         return SegmentTable(
             levels=levels,
             top=top,
             span=np.concatenate([np.zeros(len(leaf), np.intp), span, span]),
             pairs=pairs,
-            first=span.searchsorted(np.arange(levels.spans)),
-            alone=alone,
-            sums=Sums(rows=exact[0], total=exact[1], extra=exact[2], own=own),
+            first=first,
+            num_alone=levels.num_nodes,
+            first_below=len(top) - len(pairs),
+            sums=Sums(rows=exact[0], total=exact[1], extra=exact[2], own=nodes.tokens.take(whole)),
             exact=exact,
-            token_sums=prefix[0],
+            token_sums=token_sums,
         )
 
     def below(self, place: np.ndarray) -> np.ndarray:
         """bool: segments without their top's own tokens."""
-        return place >= len(self.top) - len(self.pairs)
+        return place >= self.first_below
 
     def all_in_one(self) -> int:
         """Place of the segment that holds everything, if segments may span as many levels."""
-        return self.place(BELOW, self.levels.depth - 1, 0)
+        return len(self.top) - 1
 
     def place(self, state: int, span: Any, inner: Any) -> Any:
         """Of inner nodes' segments in the table, by the node's place among the inner nodes."""
@@ -123,11 +147,11 @@ class SegmentTable:
 
     def by_node(self, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Times of all segments as [2, spans, I], without end for pairs that are not listed, and [leaves]."""
-        levels = self.levels
-        num_leaves = len(levels.leaf)
+        levels, num_leaves = self.levels, len(self.levels.leaf)
         inner = np.empty((2, levels.spans * len(levels.inner)))
         inner.fill(np.inf)
-        inner[:, self.pairs] = time[num_leaves:].reshape(2, -1)
+        inner[FROM][self.pairs] = time[num_leaves : -len(self.pairs)]
+        inner[BELOW][self.pairs] = time[-len(self.pairs) :]
         return inner.reshape(2, levels.spans, -1), time[:num_leaves]
 
     def pick(self, place: np.ndarray) -> Sums:
@@ -135,22 +159,18 @@ class SegmentTable:
         return Sums(*self.exact.take(place, axis=1))
 
 
-def segment_times(problem: Problem, shapes: ShapeTable, sums: Sums, alone: np.ndarray) -> np.ndarray:
-    """float32 [S, M]: time of each segment with each of S shapes, as a part of a launch that fills the GPU.
-
-    Args:
-        problem: gives the rates.
-        shapes: S of them.
-        sums: of the segments.
-        alone: which segments are one node by itself, which needs no masks; nor does a tile of one query.
-    """
-    costs, width = shapes.segment_costs, problem.heads.token_bytes
+def segment_times(problem: Problem, shapes: ShapeTable, table: SegmentTable) -> np.ndarray:
+    """float32 [S, F]: time of each segment with each of S shapes, as a part of a launch that fills the GPU."""
+    costs, width, sums = shapes.segment_costs, problem.heads.token_bytes, table.sums
     tiles = sums.tiles(costs.queries)
     walked = sums.walked(costs.queries, tiles)
-    work = sums.masked(tiles, walked)
-    work *= costs.masked_us
-    work += walked * costs.token_us
-    np.multiply(walked, costs.plain_us, out=work, where=alone)
+    # One node by itself needs no masks.
+    work, alone = np.empty_like(walked), table.num_alone
+    np.multiply(walked[:, :alone], costs.plain_us, out=work[:, :alone])
+    joined = masked_tokens(sums.own[alone:], tiles[:, alone:], walked[:, alone:])
+    joined *= costs.masked_us
+    np.multiply(walked[:, alone:], costs.token_us, out=work[:, alone:])
+    work[:, alone:] += joined
     tiles *= costs.tile_us
     work += tiles
     memory = sums.total * np.float32(width / problem.profile.bytes_per_us)

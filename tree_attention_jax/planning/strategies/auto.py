@@ -19,8 +19,10 @@ without v's own tokens::
     h(v) = min( sum of f over v's children,
                 min over k >= 1 of  time(v's rows, levels 1..k) + partials + sum of h over the descendants k down )
 
-bottom-up, a level at a time, all nodes of a level at once. A virtual node above the roots lets trees be joined too. The
-time of a segment comes from its matrix work, measured for each tile shape, and its bytes (:mod:`tree_attention_jax.
+bottom-up, a level at a time, all nodes of a level at once. A virtual node above the roots lets trees be joined too. All
+that is left out where a bound shows that one segment for the whole tree is the best (:mod:`._one_segment`).
+
+The time of a segment comes from its matrix work, measured for each tile shape, and its bytes (:mod:`tree_attention_jax.
 planning.cost`); the tail over the SMs, launches and the reduction are priced for whole candidates. What a segment's
 tiles walk is an estimate so far, as it depends on where their borders fall: the best few candidates are cut into tiles
 and priced again, and the cheapest wins.
@@ -28,18 +30,19 @@ and priced again, and the cheapest wins.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_places, ragged_runs
+from tree_attention_jax._arrays import exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._launches import Blocks, price, spread, starts
-from tree_attention_jax.planning.strategies._levels import Levels
+from tree_attention_jax.planning.strategies._levels import Levels, Tiles
+from tree_attention_jax.planning.strategies._one_segment import one_segment
 from tree_attention_jax.planning.strategies._segmentation import cheapest
-from tree_attention_jax.planning.strategies._segments import SegmentTable, segment_times
+from tree_attention_jax.planning.strategies._segments import NodeTokens, SegmentTable, masked_tokens, segment_times
 from tree_attention_jax.planning.tiling import Tiling
 
 # Candidates that are cut into tiles: so many at most, and none whose estimate is so many times the best one.
@@ -69,55 +72,58 @@ def auto(problem: Problem) -> Tiling:
     if problem.layout.num_rows == 0:
         none = np.zeros(0, np.int32)
         return make_tiling(problem, none, none, np.zeros(1, np.int32), none, none, none)
-    table = SegmentTable.of(Levels.of(problem, MAX_SPAN), problem.unit)
-    shapes = shapes_for(problem, SHORTEST_STEP)
-    return _emit(problem, table, shapes, _finalists(problem, table, shapes, _candidates(problem, table, shapes)))
+    shapes, levels = shapes_for(problem, SHORTEST_STEP), Levels.of(problem, MAX_SPAN)
+    table, candidates = _candidates(problem, shapes, levels)
+    return _emit(problem, table, shapes, _finalists(problem, table, shapes, candidates))
 
 
-@dataclass(frozen=True)
-class _Candidates:
+class _Candidates(NamedTuple):
     """Segmentations, one after the other: [M] segments of all."""
 
-    first: np.ndarray  # each one's first segment
+    owner: np.ndarray  # the candidate that a segment is of
     segments: np.ndarray  # places in the table
     shape: np.ndarray
     twin: int  # a segmentation that is the same as the first one; 0: none
 
 
-@dataclass(frozen=True)
-class _Finalists:
+class _Finalists(NamedTuple):
     """A few candidates, one after the other, each by launch: [M] segments and [L] launches of all."""
 
     segments: np.ndarray  # [M] places in the table
     tiles: np.ndarray  # [M] of each segment
+    place: np.ndarray  # [M] its launch
     first: np.ndarray  # [L] each launch's first segment
     whose: np.ndarray  # [L] the candidate that a launch is of
     launch: np.ndarray  # [L] shape * 2 + masked
     memory: np.ndarray  # [L] time to read its K/V once
     ranks: list[int]  # the candidates, best estimate first
     reduction: np.ndarray  # of all candidates: time of the partials that they write, and of the launch that merges them
-    usual: np.ndarray  # of all candidates: they have no other shape than the usual one
+    unusual: list[bool]  # of all candidates: they have other shapes than the usual one
 
 
-def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _Candidates:
+def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[SegmentTable, _Candidates]:
     """The optimum of the programme, the optimum with each of its shapes alone, and one segment for everything; for few
     rows also the optimum where partials are cheap."""
-    levels = table.levels
-    time = segment_times(problem, shapes, table.sums, table.alone)
-    partial = levels.rows * (problem.heads.partial_bytes / problem.profile.partial_bytes_per_us)
-
-    best = cheapest(table, np.minimum.reduce(time), partial)
+    nodes = NodeTokens.of(levels, problem.unit)
+    few = problem.heads.num_kv_heads == 1 and problem.layout.num_rows <= FEW_ROWS
+    if not few and (whole := one_segment(problem, shapes, levels, nodes)) is not None:
+        table, time, place = whole
+        best = np.array([place])
+    else:
+        table = SegmentTable.of(levels, nodes)
+        time = segment_times(problem, shapes, table)
+        best = cheapest(problem, table, np.minimum.reduce(time))
     shape = time.take(best, axis=1).argmin(axis=0)
     found, shape_of, counts = [best], [shape], [len(best)]
-    used = np.bincount(shape).nonzero()[0]
+    used = np.bincount(shape).nonzero()[0] if len(best) > 1 else shape
     for index in used if len(used) > 1 else ():
-        found.append(cheapest(table, time[index], partial))
+        found.append(cheapest(problem, table, time[index]))
         counts.append(len(found[-1]))
         shape_of.append(np.full(counts[-1], index))
-    if problem.heads.num_kv_heads == 1 and problem.layout.num_rows <= FEW_ROWS:
-        cheap = cheapest(table, np.minimum.reduce(time), CHEAP * partial)
+    if few:
+        cheap = cheapest(problem, table, np.minimum.reduce(time), CHEAP)
         for index in np.bincount(time.take(cheap, axis=1).argmin(axis=0)).nonzero()[0]:
-            found.append(cheapest(table, time[index], CHEAP * partial))
+            found.append(cheapest(problem, table, time[index], CHEAP))
             counts.append(len(found[-1]))
             shape_of.append(np.full(counts[-1], index))
     twin = 0
@@ -128,73 +134,77 @@ def _candidates(problem: Problem, table: SegmentTable, shapes: ShapeTable) -> _C
         found.append(np.full(len(every), table.all_in_one()))
         counts += [1] * len(every)
         shape_of.append(every)
-    return _Candidates(exclusive_cumsum(np.array(counts))[:-1], np.concatenate(found), np.concatenate(shape_of), twin)
+    owner = np.arange(len(counts)).repeat(counts)
+    return table, _Candidates(owner, np.concatenate(found), np.concatenate(shape_of), twin)
 
 
 def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
     """Those with the least time as a whole, by the estimate: launches with their tails, partials and the reduction."""
-    num_kinds, profile = 2 * len(shapes.tiles), problem.profile
-    segments, shape = candidates.segments, candidates.shape
-    owner = spread(candidates.first, len(segments))
+    profile, num_rows = problem.profile, problem.layout.num_rows
+    owner, segments, shape = candidates.owner, candidates.segments, candidates.shape
     sums = table.pick(segments)
     queries = shapes.queries.take(shape)
     rows, tiles = np.minimum(sums.rows, queries), sums.tiles(queries)
     walked = sums.walked(queries, tiles)
     can_mask = rows > 1  # a single row sees all that its tile walks
-    can_mask &= ~table.alone.take(segments)
-    masked = sums.masked(tiles, walked)
+    can_mask &= segments >= table.num_alone
+    masked = masked_tokens(sums.own, tiles, walked)
     masked *= can_mask
-    key = _launch_keys(problem, shapes, owner * num_kinds + 2 * shape, can_mask, shape, walked)
-    if len(key) > len(candidates.first):  # else each launch has one segment, and they are in order
+    written = np.bincount(owner, sums.rows)
+    total, launch = sums.total, 2 * shape
+    if len(owner) == len(written):  # each candidate is a single segment, which is its launch
+        first = place = whose = owner
+        launch += can_mask
+        share = masked / np.maximum(walked, 1)
+    else:
+        num_kinds = 2 * len(shapes.tiles)
+        key = _launch_keys(problem, shapes, owner * num_kinds + launch, can_mask, shape, walked)
         order = np.argsort(key, kind="stable")
         segments, tiles, walked, rows, masked, key, total = (
-            column.take(order) for column in (segments, tiles, walked, rows, masked, key, sums.total)
+            column.take(order) for column in (segments, tiles, walked, rows, masked, key, total)
         )
-    else:
-        total = sums.total
-    first = starts(key)
-    of_launch = key.take(first)
-    whose = of_launch // num_kinds
-    launch = of_launch - whose * num_kinds
-    place = spread(first, len(key))
+        first = starts(key)
+        whose, launch = np.divmod(key.take(first), num_kinds)
+        place, total = spread(first, len(key)), np.add.reduceat(total, first)
+        share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked, first), 1)
     blocks = Blocks(first, place, tiles, walked / tiles, rows)
-    memory = np.add.reduceat(total, first) * (problem.heads.token_bytes / profile.bytes_per_us)
-    written = np.bincount(owner, sums.rows)
-    has_partials = written > problem.layout.num_rows  # some row has several segments
-    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked, first), 1)
-    costs = shapes.launches(launch, share)
-    pricing = price(problem, costs, blocks, memory, has_partials.take(whose))
-    reduction = profile.launch_us + written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
+    memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
+    has_partials = written > num_rows  # some row has several segments
+    times, _ = price(problem, shapes.launches(launch, share), blocks, memory, has_partials.take(whose))
+    reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
+    reduction += profile.launch_us
     reduction *= has_partials
-    time = np.bincount(whose, pricing.time) + reduction
-    usual = ~np.logical_or.reduceat(shape != shapes.usual, candidates.first)
-    usual &= problem.heads.num_kv_heads > 1
-    time *= _factor(usual, time)
+    unusual = [True] * len(written)
+    if problem.heads.num_kv_heads > 1:
+        unusual = (np.bincount(owner, shape != shapes.usual) > 0).tolist()
+    time = _comparable(np.bincount(whose, np.minimum.reduce(times)) + reduction, unusual)
 
-    best = time.argsort(kind="stable")[: FINALISTS if problem.layout.num_rows < MANY_ROWS else 1]
-    ranks = best[time.take(best) <= NO_HOPE * time[best[0]]]
+    best = sorted(range(len(time)), key=time.__getitem__)[: FINALISTS if num_rows < MANY_ROWS else 1]
+    ranks = [which for which in best if time[which] <= NO_HOPE * time[best[0]]]
+    if candidates.twin in ranks and 0 in ranks and candidates.twin:
+        ranks.remove(candidates.twin)
     stays = np.zeros(len(time), bool)
     stays[ranks] = True
-    if candidates.twin and stays[0]:
-        stays[candidates.twin] = False
-    ours = stays.take(whose)
-    mine, ours = ours.take(place).nonzero()[0], ours.nonzero()[0]
+    stays = stays.take(whose)
+    mine, ours = stays.take(place).nonzero()[0], stays.nonzero()[0]
+    first = mine.searchsorted(first.take(ours))
     return _Finalists(
         segments=segments.take(mine),
         tiles=tiles.take(mine).astype(np.intp),
-        first=mine.searchsorted(first.take(ours)),
+        place=spread(first, len(mine)),
+        first=first,
         whose=whose.take(ours),
         launch=launch.take(ours),
         memory=memory.take(ours),
-        ranks=[which for which in ranks.tolist() if stays[which]],
+        ranks=ranks,
         reduction=reduction,
-        usual=usual,
+        unusual=unusual,
     )
 
 
-def _factor(usual: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """What the time of candidates is multiplied by before they are compared: see ``NEARLY``."""
-    return 1 + NEARLY * (~usual | (time > SMALL_US))
+def _comparable(time: np.ndarray, unusual: list[bool]) -> list[float]:
+    """Times of candidates as they are compared: see ``NEARLY``."""
+    return [us * (1 + NEARLY * (other or us > SMALL_US)) for us, other in zip(time.tolist(), unusual)]
 
 
 def _is_tiny(problem: Problem) -> bool:
@@ -221,48 +231,50 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
 
     All finalists are cut and priced together: there is less to compute than there are NumPy calls to make.
     """
-    levels = table.levels
-    kind = plans.launch // 2
-    offset = exclusive_cumsum(plans.tiles)
-    first = offset.take(plans.first)  # each launch's first tile
+    levels, segments, num_launches = table.levels, plans.segments, len(plans.first)
+    kind, top = plans.launch >> 1, table.top.take(segments)
     owner, nth = ragged_places(plans.tiles)
-    top = table.top.take(plans.segments)
-    of_tile = spread(first, len(owner))
-    step = shapes.int_queries.take(kind).take(of_tile)
-    row0 = levels.row_begin.take(top).take(owner) + nth * step
-    row1 = np.minimum(row0 + step, levels.row_end.take(top).take(owner))
-    begins_below, span = table.below(plans.segments).astype(np.int32), table.span.take(plans.segments)
-    seen = levels.nodes_of_tiles(row0, row1, top.take(owner), begins_below.take(owner), span.take(owner))
+    of_tile = owner if len(segments) == num_launches else plans.place.take(owner)
+    first = of_tile.searchsorted(np.arange(num_launches))  # each launch's first tile
+    step = shapes.int_queries.take(kind).take(plans.place)
+    row0 = nth * step.take(owner)
+    row0 += levels.row_begin.take(top).take(owner)
+    row1 = row0 + step.take(owner)
+    np.minimum(row1, levels.row_end.take(top).take(owner), out=row1)
+    seen = levels.nodes_of_tiles(Tiles(row0, row1, owner), top, table.below(segments), table.span.take(segments))
     # Tokens of each tile, and those of them that not all of its rows see.
-    before = np.zeros((2, len(seen.low) + 1))
-    before[0, 1:] = table.token_sums.take(seen.high) - table.token_sums.take(seen.low)
-    np.multiply(before[0, 1:], seen.partly, out=before[1, 1:])
-    np.add.accumulate(before, axis=1, out=before)
-    upto = before.take(seen.indptr, axis=1)
-    tokens, masked = upto[:, 1:] - upto[:, :-1]
+    walked = table.token_sums.take(seen.high)
+    walked -= table.token_sums.take(seen.low)
+    tokens = np.add.reduceat(walked, seen.indptr[:-1])
+    walked *= seen.partly
+    masked = np.add.reduceat(np.add.reduceat(walked, seen.indptr[:-1]), first)
+    share = masked / np.maximum(np.add.reduceat(tokens, first), 1)
     blocks = Blocks(first, of_tile, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
-    share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(tokens, first), 1)
     reduced = plans.reduction.take(plans.whose) > 0
-    pricing = price(problem, shapes.launches(plans.launch, share), blocks, plans.memory, reduced)
-    time = np.bincount(plans.whose, pricing.time, len(plans.reduction)) + plans.reduction
-    time *= _factor(plans.usual, time)
+    times, limits = price(problem, shapes.launches(plans.launch, share), blocks, plans.memory, reduced)
+    time = np.bincount(plans.whose, np.minimum.reduce(times), len(plans.reduction)) + plans.reduction
 
-    winner = min(plans.ranks, key=time.tolist().__getitem__)
+    winner = min(plans.ranks, key=_comparable(time, plans.unusual).__getitem__)
     launches = (plans.whose == winner).nonzero()[0]
-    begin, end = first[launches[0]], first[launches[-1] + 1] if launches[-1] + 1 < len(first) else len(row0)
+    low, high = int(launches[0]), int(launches[-1]) + 1
+    begin, end = first[low], first[high] if high < len(first) else len(row0)
     which = of_tile[begin:end]
     indptr = seen.indptr[begin : end + 1]
-    low, counts = (x[indptr[0] : indptr[-1]] for x in (seen.low, seen.high - seen.low))
-    node = levels.node.take(ragged_runs(low, counts))
+    runs = slice(indptr[0], indptr[-1])
+    counts = seen.high[runs] - seen.low[runs]
+    upto = exclusive_cumsum(counts)
+    place = np.arange(upto[-1])
+    place += (seen.low[runs] - upto[:-1]).repeat(counts)
+    node = levels.node.take(place)
     return Tiling(
         row_begin=row0[begin:end],
         row_end=row1[begin:end],
-        run_indptr=exclusive_cumsum(counts).take(indptr - indptr[0]),
+        run_indptr=upto.take(indptr - indptr[0]),
         node=node,
         begin=np.zeros(len(node), np.int32),
         end=problem.tree.kv_len.take(node),
-        tile=(which - launches[0]).astype(np.int32),
-        max_tokens=pricing.limit.take(which),
-        tiles=tuple(shapes.tiles[index] for index in kind.take(launches).tolist()),
+        tile=(which - low).astype(np.int32),
+        max_tokens=limits.take(times.argmin(axis=0).take(which)),
+        tiles=tuple(shapes.tiles[index] for index in kind[low:high].tolist()),
         uniform=_is_tiny(problem),
     )
