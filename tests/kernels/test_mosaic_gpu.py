@@ -15,6 +15,7 @@ from forests import (
     assert_matches_oracle,
     attend,
     check_against_oracle,
+    halves_in_turns,
     lay_out,
     plan_for,
     poisoned_inputs,
@@ -117,6 +118,48 @@ def test_layers_in_a_loop(implementation: str):
     _, (out, lse) = jax.jit(lambda x: jax.lax.scan(layer, None, x))(tuple(stacked))
     for i, one in enumerate(inputs):
         assert_matches_oracle(out[i], lse[i], tree, 16, one)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_mosaic", "pallas_mixed"])
+@pytest.mark.parametrize(
+    ("heads", "page_size"),
+    [
+        (Heads(32, 8, 128), 16),
+        (Heads(32, 32, 128), 16),
+        (Heads(16, 1, 128), 16),
+        (Heads(8, 2, 64), 8),
+        (Heads(9, 3, 128), 64),
+        (Heads(128, 1, 64), 16),
+    ],
+    ids=str,
+)
+def test_halves_in_turns(heads: Heads, page_size: int, implementation: str):
+    """Two warpgroups with masks, each of which leaves out what only the other's rows see."""
+    tree = lay_out(TokenTree.from_levels([1, 3, 12, 156], [70, 130, 33, 19]), page_size, sharing=page_size == 16)
+    inputs = poisoned_inputs(tree, page_size, heads, BF16, padding=3)
+    plan = halves_in_turns(tree, page_size, heads)
+    assert all(launch.tile.mosaic and launch.tile.masked for launch in plan.shape.launches)
+    out, lse = attend(*inputs.on_device(), plan, implementation)
+    assert_matches_oracle(out, lse, tree, page_size, inputs)
+
+
+def test_halves_in_turns_with_options():
+    tree, heads = lay_out(TokenTree.from_levels([1, 3, 12, 156], [70, 130, 33, 19]), 16), Heads(8, 2, 64)
+    options = {**OPTIONS["all"], "alibi_slopes": 2.0 ** -np.arange(1, 9), "attention_sinks": np.linspace(-3, 3, 8)}
+    inputs = poisoned_inputs(tree, 16, heads, BF16)
+    out, lse = attend(*inputs.on_device(), halves_in_turns(tree, 16, heads), "pallas_mosaic", **options)
+    assert_matches_oracle(out, lse, tree, 16, inputs, **options)
+
+
+@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(32, 32, 128), Heads(16, 1, 128)], ids=str)
+def test_by_default(heads: Heads):
+    """What the planner picks for a Hopper GPU has Mosaic's tiles, and runs where nothing else is asked for."""
+    tree = TokenTree.from_levels([1, 4, 16, 512], [500, 130, 33, 21])
+    plan = plan_for(tree, 16, heads)
+    assert any(launch.tile.mosaic for launch in plan.shape.launches)
+    inputs = poisoned_inputs(tree, 16, heads, BF16)
+    out, lse = attend(*inputs.on_device(), plan, None)
+    assert_matches_oracle(out, lse, tree, 16, inputs)
 
 
 # ---------------------------------------------------------------------- wide tiles only, beside Triton's
