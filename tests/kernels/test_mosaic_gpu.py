@@ -129,7 +129,6 @@ def test_layers_in_a_loop(implementation: str):
         (Heads(16, 1, 128), 16),
         (Heads(8, 2, 64), 8),
         (Heads(9, 3, 128), 64),
-        (Heads(128, 1, 64), 16),
     ],
     ids=str,
 )
