@@ -27,6 +27,16 @@ TREES = {
 }
 
 
+def joined_levels() -> ta.TokenTree:
+    """Levels worth joining in wide masked tiles."""
+    return ta.TokenTree.from_levels([1, 4, 16, 512], [500, 130, 33, 21])
+
+
+def drafts() -> ta.TokenTree:
+    """Draft trees of one-token nodes below prompts."""
+    return ta.TokenTree.from_paths([[i] for i in range(8)] + [[i, j] for i in range(8) for j in range(7)], [2048] * 16)
+
+
 def lower(tree: ta.TokenTree, heads: Heads, dtype, options: Options, page_size: int = 16):
     """The Mosaic kernels alone, and the plan that they run."""
     from pallas_kernels import attend_mosaic
@@ -38,6 +48,10 @@ def lower(tree: ta.TokenTree, heads: Heads, dtype, options: Options, page_size: 
 
 def lower_with(launch_all, tree: ta.TokenTree, heads: Heads, dtype, options: Options, page_size: int = 16):
     plan = plan_for(tree, page_size, heads, gpu="NVIDIA H200", strategy="per_node")
+    return lower_plan(launch_all, plan, tree, heads, dtype, options), plan
+
+
+def lower_plan(launch_all, plan: ta.TreePlan, tree: ta.TokenTree, heads: Heads, dtype, options: Options):
     pool = 1280
     arguments = (
         Shape((tree.num_queries, heads.q, heads.dim), dtype),
@@ -48,7 +62,14 @@ def lower_with(launch_all, tree: ta.TokenTree, heads: Heads, dtype, options: Opt
     )
     call = functools.partial(launch_all, shape=plan.shape, options=options)
     with an_nvidia_gpu():
-        return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)), plan
+        return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def wide_launches(plan: ta.TreePlan, heads: Heads, dtype, queries: int = 64) -> tuple[int, ...]:
+    from pallas_kernels import attend_mixed
+
+    q, pages = Shape((queries, heads.q, heads.dim), dtype), Shape((1280, heads.kv, heads.dim), dtype)
+    return attend_mixed.wide_launches(q, pages, pages, plan.shape)
 
 
 def kernels(lowered) -> list[str]:
@@ -158,17 +179,45 @@ else:
             ("shared", Heads(8, 2, 64), BF16, (1,)),
             ("shared", Heads(8, 2, 64), jnp.float32, ()),
             ("shared", Heads(8, 2, 80), BF16, ()),
-            ("ragged", Heads(8, 2, 64), BF16, ()),  # masks
+            ("ragged", Heads(8, 2, 64), BF16, ()),  # masks, in a tile that was chosen for Triton
         ],
         ids=["wide", "type", "head dim", "masked"],
     )
     def test_which_launches_mosaic_takes(tree: str, heads: Heads, dtype, wide: tuple[int, ...]):
+        plan = plan_for(TREES[tree], 16, heads, gpu="NVIDIA H200", strategy="per_node")
+        assert wide_launches(plan, heads, dtype) == wide
+        assert wide_launches(plan, heads, dtype, queries=0) == ()
+
+    @pytest.mark.parametrize(
+        ("tree", "heads", "page_size", "mosaic"),
+        [
+            (joined_levels, Heads(32, 8, 128), 16, True),
+            (joined_levels, Heads(32, 8, 256), 16, False),
+            (joined_levels, Heads(32, 8, 128), 4, False),
+            (drafts, Heads(32, 8, 128), 16, False),
+        ],
+        ids=["masked", "head dim", "page size", "drafts"],
+    )
+    def test_which_masked_tiles_the_planner_chooses_for_mosaic(tree, heads: Heads, page_size: int, mosaic: bool):
+        """On a Hopper GPU, where the kernel can run two warpgroups and copies what an entry holds."""
+        plan = plan_for(tree(), page_size, heads, gpu="NVIDIA H200")
+        masked = [index for index, launch in enumerate(plan.shape.launches) if launch.tile.masked]
+        assert masked
+        assert [plan.shape.launches[index].tile.mosaic for index in masked] == [mosaic] * len(masked)
+        taken = wide_launches(plan, heads, BF16)
+        assert set(masked) <= set(taken) if mosaic else not set(masked) & set(taken)
+        assert not any(
+            launch.tile.mosaic for launch in plan_for(tree(), page_size, heads, gpu="NVIDIA A100").shape.launches
+        )
+
+    def test_lowers_what_the_planner_chooses():
         from pallas_kernels import attend_mixed
 
-        plan = plan_for(TREES[tree], 16, heads, gpu="NVIDIA H200", strategy="per_node")
-        q, pages = Shape((64, heads.q, heads.dim), dtype), Shape((1280, heads.kv, heads.dim), dtype)
-        assert attend_mixed.wide_launches(q, pages, pages, plan.shape) == wide
-        assert attend_mixed.wide_launches(Shape((0, *q.shape[1:]), dtype), pages, pages, plan.shape) == ()
+        plan = plan_for(joined_levels(), 16, Heads(32, 8, 128), gpu="NVIDIA H200")
+        lowered = lower_plan(attend_mixed.launch_all, plan, joined_levels(), Heads(32, 8, 128), BF16, OPTIONS["plain"])
+        assert calls_of(lowered) == ["mosaic"]
+        [text] = kernels(lowered)
+        assert not re.search(r"arith\.cmpi\"[^\n]*predicate = [6-9]", text)
 
     @pytest.mark.slow
     def test_lowers_under_vmap():
