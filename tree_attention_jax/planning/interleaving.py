@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pallas_kernels.mosaic_geometry import PART
-from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import all_of, ceil_div, exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
@@ -26,16 +26,15 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
     half = halves.take(tiling.tile).take(pieces.tile)
     turns = pieces.masked & ~pieces.reserve & (half > 0)
     which = turns.nonzero()[0]
-    cut, tile = pieces.take(which), pieces.tile.take(which)
+    tile, node = pieces.tile.take(which), pieces.node.take(which)
     middle = tiling.row_begin.take(tile) + half.take(which)
-    second = problem.layout.row_begin.take(cut.node) >= middle
-    only_one = second | (problem.layout.row_end.take(cut.node) <= middle)
+    second = problem.layout.row_begin.take(node) >= middle
+    only_one = second | (problem.layout.row_end.take(node) <= middle)
     # Three lists of entries a tile: of both halves, of the first, of the second. Where in its list a piece begins:
-    first_slot = problem.tree.first_slot.take(cut.node)
-    start, stop = first_slot + cut.begin, first_slot + cut.end
-    first_entry = start // unit
-    entries = ceil_div(stop, unit) - first_entry
-    whose = 3 * tile + np.where(only_one, 1 + second, 0)
+    first_slot = problem.tree.first_slot.take(node)
+    first_entry = (first_slot + pieces.begin.take(which)) // unit
+    entries = ceil_div(first_slot + pieces.end.take(which), unit) - first_entry
+    whose = 3 * tile + only_one + second
     order = whose.argsort(kind="stable")
     before = exclusive_cumsum(entries.take(order))
     begins = before.take(exclusive_cumsum(np.bincount(whose, minlength=3 * tiling.num_blocks)))
@@ -45,13 +44,23 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
     # The first half goes on in the last part of both, the second in the one after it.
     size = PART // unit
     of_both = (begins[1::3] - begins[:-1:3]).take(tile)
-    place += np.where(second, ceil_div(of_both, size) * size, of_both) * only_one
+    of_both[second] = ceil_div(of_both[second], size) * size
+    of_both *= only_one
+    place += of_both
     # Pieces are cut where parts end.
     part = place // size
-    owner, nth = ragged_places((place + entries - 1) // size - part + 1)
-    part, place = part.take(owner) + nth, place.take(owner)
-    edge = (first_entry.take(owner) - place + part * size) * unit - first_slot.take(owner)
-    cut = cut.take(owner)
-    cut = cut._replace(begin=np.maximum(cut.begin, edge), end=np.minimum(cut.end, edge + size * unit))
-    order = ((cut.tile.astype(np.int64) << 32) + 2 * part + second.take(owner)).argsort(kind="stable")
-    return Pieces.join([pieces.take((~turns).nonzero()[0]), cut.take(order)])
+    counts = (place + entries - 1) // size - part + 1
+    cut = not all_of(counts == 1)
+    if cut:
+        owner, nth = ragged_places(counts)
+        which, tile, second, part = which.take(owner), tile.take(owner), second.take(owner), part.take(owner) + nth
+    order = ((tile.astype(np.int64) << 32) + 2 * part + second).argsort(kind="stable")
+    others = (~turns).nonzero()[0]
+    pieces = pieces.take(np.concatenate([others, which.take(order)]))
+    if cut:
+        edge = (first_entry - place) * unit - first_slot
+        edge = edge.take(owner.take(order)) + part.take(order) * PART
+        begin, end = pieces.begin[len(others) :], pieces.end[len(others) :]
+        np.maximum(begin, edge, out=begin)
+        np.minimum(end, edge + PART, out=end)
+    return pieces
