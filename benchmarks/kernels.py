@@ -1,7 +1,7 @@
 """Ours and the peers on every cell of a suite: kernel times, whole calls, and the error of each against float64.
 
     python -m benchmarks.kernels --suite fasttree --peers flashinfer,jax,fasttree=PATH,deft=PATH --wall --json --plot
-    python -m benchmarks.kernels --suite verify --strategies auto,per_query
+    python -m benchmarks.kernels --suite verify --strategies auto,auto@pallas_triton,per_query
 
 All run in this process on the same data. Kernel times are from CUPTI, summed over a call and divided by its layers;
 each layer has K/V of its own, more than 400 MB in all, so the L2 is cold as in a decoder. Planning is outside. Whole
@@ -35,6 +35,7 @@ from benchmarks import harness
 from benchmarks.comparison import fastest, key_of, mean, peer_times
 from benchmarks.peers import Inputs, Peer, Unsuitable, find_peers, need_torch
 from benchmarks.suites import Cell, cells, result_name, suite_names
+from tree_attention_jax.backends import IMPLEMENTATIONS
 from tree_attention_jax.planning.strategies import STRATEGIES
 
 RESULTS = Path(__file__).parent / "results"
@@ -92,7 +93,9 @@ def main(argv: list[str] | None = None) -> int:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="fasttree", choices=suite_names())
-    parser.add_argument("--strategies", default="auto", help="comma-separated names, or none")
+    parser.add_argument(
+        "--strategies", default="auto", help="comma-separated names, or none; NAME@IMPLEMENTATION runs it by that one"
+    )
     parser.add_argument("--peers", default="", help="of flashinfer, jax, fasttree=PATH, deft=PATH; comma-separated")
     parser.add_argument("--only", default="", help="only cells whose label contains this")
     parser.add_argument("--page-size", type=int, help="instead of the suite's")
@@ -106,9 +109,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", action="store_true", help="draw docs/pictures/SUITE_*.png of what was measured")
     args = parser.parse_args(argv)
     args.strategies = [name for name in args.strategies.split(",") if name and name != "none"]
-    unknown = set(args.strategies) - set(STRATEGIES)
+    unknown = {name for name in args.strategies if name.partition("@")[0] not in STRATEGIES}
     if unknown:
         parser.error(f"--strategies: {', '.join(sorted(unknown))} unknown: known are {', '.join(STRATEGIES)}")
+    unknown = {name.partition("@")[2] for name in args.strategies} - {"", *IMPLEMENTATIONS}
+    if unknown:
+        parser.error(f"--strategies: {', '.join(sorted(unknown))} unknown: known are {', '.join(IMPLEMENTATIONS)}")
     try:
         args.peers = find_peers(args.peers)
     except ValueError as error:
@@ -149,16 +155,19 @@ def _compile(cell: Cell, strategy: str, wall: bool) -> tuple[ta.TreePlan, Any, f
     kv = [jax.ShapeDtypeStruct(pool, jnp.bfloat16)] * harness.layers_for(pool, jnp.bfloat16)
     q = jax.ShapeDtypeStruct((tree.num_queries, cell.num_q_heads, cell.head_dim), jnp.bfloat16)
     begin = time.perf_counter()
-    call = harness.over_layers(ta.tree_attention).lower(q, kv, kv, plan).compile()
+    attend = partial(ta.tree_attention, implementation=strategy.partition("@")[2] or None)
+    call = harness.over_layers(attend).lower(q, kv, kv, plan).compile()
     compile_s = time.perf_counter() - begin
-    whole = harness.fed_back(ta.tree_attention, q, kv, kv, plan).compile() if wall else None
+    whole = harness.fed_back(attend, q, kv, kv, plan).compile() if wall else None
     return plan, call, compile_s, whole
 
 
 def _plan(cell: Cell, strategy: str) -> ta.TreePlan:
     """From a fresh tree, which remembers nothing of the last plan."""
     options = {"num_q_heads": cell.num_q_heads, "num_kv_heads": cell.num_kv_heads, "head_dim": cell.head_dim}
-    return ta.plan_tree(cell.tree(), page_size=cell.page_size, strategy=strategy, **options)
+    strategy, _, implementation = strategy.partition("@")
+    mosaic = implementation != "pallas_triton"
+    return ta.plan_tree(cell.tree(), page_size=cell.page_size, strategy=strategy, mosaic=mosaic, **options)
 
 
 def _measure_cell(

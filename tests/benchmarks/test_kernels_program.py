@@ -81,11 +81,10 @@ def program(monkeypatch, clock_for_cupti, tmp_path):
 
 
 def test_rows_of_ours(program, capsys):
-    code, report = program("--only", "draft", "--strategies", "auto,per_query", "--wall")
+    strategies = ["auto", "auto@pallas_triton", "per_query"]
+    code, report = program("--only", "draft", "--strategies", ",".join(strategies), "--wall")
     assert code == 0
-    assert [(row["tree"], row["strategy"]) for row in report["rows"]] == [
-        (CELLS[1].name, strategy) for strategy in ("auto", "per_query")
-    ]
+    assert [(row["tree"], row["strategy"]) for row in report["rows"]] == [(CELLS[1].name, name) for name in strategies]
     for row in report["rows"]:
         assert row["error"] < 0.01
         assert row["us"] > 0
@@ -176,6 +175,7 @@ def test_page_size_of_all_cells(program):
     [
         (["--suite", "fastree"], "invalid choice: 'fastree'"),
         (["--strategies", "auto,best"], "--strategies: best unknown: known are"),
+        (["--strategies", "auto,auto@cuda"], "--strategies: cuda unknown: known are xla, pallas_triton"),
         (["--peers", "pat"], "--peers: peer is 'pat': known are flashinfer"),
         (["--peers", "deft"], "--peers: peer deft needs a checkout"),
         (["--resume"], "--resume needs --json"),

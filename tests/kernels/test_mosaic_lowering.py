@@ -206,9 +206,9 @@ else:
         assert [plan.shape.launches[index].tile.mosaic for index in masked] == [mosaic] * len(masked)
         taken = wide_launches(plan, heads, BF16)
         assert set(masked) <= set(taken) if mosaic else not set(masked) & set(taken)
-        assert not any(
-            launch.tile.mosaic for launch in plan_for(tree(), page_size, heads, gpu="NVIDIA A100").shape.launches
-        )
+        for other in ({"gpu": "NVIDIA A100"}, {"gpu": "NVIDIA H200", "mosaic": False}):
+            plan = plan_for(tree(), page_size, heads, **other)
+            assert not any(launch.tile.mosaic for launch in plan.shape.launches)
 
     def test_lowers_what_the_planner_chooses():
         from pallas_kernels import attend_mixed

@@ -178,7 +178,8 @@ def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:
 
     Costs grow with the head dim, and a group never spans more tiles than it must.
     """
-    masked_unit = _masked_unit(problem) if suits_mosaic(problem.heads, problem.unit) else 0
+    mosaic = problem.mosaic and suits_mosaic(problem.heads, problem.unit)
+    masked_unit = _masked_unit(problem) if mosaic else 0
     return shape_table(problem.profile, problem.heads, problem.unit, masked_unit, shortest_step)
 
 

@@ -144,6 +144,7 @@ def plan_tree(
     buckets: Buckets | None = None,
     *,
     gpu: str | None = None,
+    mosaic: bool = True,
     **strategy_options: Any,
 ) -> TreePlan:
     """Plan attention over a forest: pure NumPy on the host, and one transfer.
@@ -160,6 +161,8 @@ def plan_tree(
         sliding_window: leave out tokens no query sees under this window; give the same to ``tree_attention``.
         buckets: explicit capacities; ``None`` rounds up.
         gpu: device kind to plan for; ``None``: the local one.
+        mosaic: also choose among the tiles of Mosaic GPU's kernels, where the GPU, this version of JAX and the cache
+            have them. ``False`` for what ``implementation="pallas_triton"`` shall run: it takes them too, but slowly.
         strategy_options: of the strategy (see its file).
 
     Returns:
@@ -170,7 +173,7 @@ def plan_tree(
             bucket that is too small. The message names the argument and the value.
     """
     problem = make_problem(
-        tree, page_size, num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype, horizon, sliding_window, gpu
+        tree, page_size, num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype, horizon, sliding_window, gpu, mosaic
     )
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}: it must be one of {', '.join(map(repr, STRATEGIES))}")
@@ -203,6 +206,7 @@ def make_problem(
     horizon: int = 0,
     sliding_window: int | None = None,
     gpu: str | None = None,
+    mosaic: bool = True,
 ) -> Problem:
     """Check the arguments of :func:`plan_tree` and gather them."""
     if not isinstance(tree, TokenTree):
@@ -234,6 +238,7 @@ def make_problem(
         horizon=horizon,
         sliding_window=sliding_window,
         profile=profile_for(gpu),
+        mosaic=mosaic,
     )
 
 

@@ -51,6 +51,7 @@ class Problem:
     horizon: int
     sliding_window: int | None
     profile: GpuProfile
+    mosaic: bool = True  # whether tiles may be for Mosaic's kernels
 
     @functools.cached_property
     def first_page(self) -> np.ndarray:
