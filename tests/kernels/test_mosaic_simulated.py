@@ -6,6 +6,7 @@ written are the kernel's own. A case takes seconds to compile, so cases are few 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import types
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forests import Case, Heads, assert_matches_oracle, halves_in_turns, lay_out, plan_for, poisoned_inputs
+from random_forests import grown
 
 import tree_attention_jax as ta
 from pallas_kernels.mosaic_geometry import NEEDS_JAX
@@ -59,18 +61,21 @@ HALVES = Case("halves", lambda: TokenTree.from_levels([1, 2, 8, 32], [23, 70, 17
 PASSES = Case("passes", lambda: lay_out(prefill(), 16), Heads(4, 1, 256))
 
 
-def simulate(case: Case, strategy: str, dtype=BF16, kind: str = "mosaic", **options) -> None:
-    """Attend in the simulator, and compare with the oracle."""
+def simulate(case: Case, strategy: str, dtype=BF16, kind: str = "mosaic", steps: int = 0, **options) -> None:
+    """Attend in the simulator, and compare with the oracle; ``steps`` decode steps after the plan was made."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     launch_all = importlib.import_module(f"pallas_kernels.attend_{kind}").launch_all
     tree = case.tree()
-    inputs = poisoned_inputs(tree, case.page_size, case.heads, dtype, padding=case.padding)
     plan = (
-        halves_in_turns(tree, case.page_size, case.heads)
+        halves_in_turns(tree, case.page_size, case.heads, horizon=steps)
         if strategy == "halves in turns"
-        else plan_for(tree, case.page_size, case.heads, strategy=strategy)
+        else plan_for(tree, case.page_size, case.heads, strategy=strategy, horizon=steps)
     )
+    for _ in range(steps):
+        plan = plan.advance()
+    tree = grown(tree, steps) if steps else tree
+    inputs = poisoned_inputs(tree, case.page_size, case.heads, dtype, padding=case.padding)
     q, k, v = inputs.on_device()
     per_head = None
     if options:
@@ -122,6 +127,13 @@ else:
     )
     def test_matches_the_oracle_without_races(case: Case, strategy: str, capfd):
         simulate(case, strategy)
+        assert "RACE" not in capfd.readouterr().out
+
+    @pytest.mark.slow
+    def test_grown_halves(capfd):
+        """Leaves have moved on to entries that were reserved for them, behind those that take turns."""
+        tree = functools.partial(lay_out, TokenTree.from_levels([1, 2, 8, 32], [23, 70, 17, 30]), 16, reserve=5)
+        simulate(Case("grown", tree, Heads(4, 1, 64)), "halves in turns", steps=4)
         assert "RACE" not in capfd.readouterr().out
 
     @pytest.mark.slow
