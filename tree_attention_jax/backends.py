@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import append_triton, append_xla, partial_triton, partial_xla, reduce_triton, reduce_xla
+from pallas_kernels import append_xla, partial_xla, reduce_xla
 from pallas_kernels.layout import WorkShape
 from pallas_kernels.mosaic_geometry import NEEDS_JAX
 from pallas_kernels.options import Options
@@ -17,7 +17,7 @@ from pallas_kernels.state import AttentionState
 
 IMPLEMENTATIONS = ("xla", "pallas_triton", "pallas_mosaic", "pallas_mixed", "jax_triton")
 # What is tried where none is asked for.
-GPU_DEFAULT = ("pallas_mixed", "pallas_triton", "xla")
+GPU_DEFAULT = ("pallas_mixed", "pallas_triton", "pallas_mosaic", "xla")
 WHAT_WORKS = "'pallas_triton' runs on NVIDIA GPUs, 'xla' anywhere"
 
 
@@ -113,6 +113,9 @@ def _attend_triton(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, opti
                 f"a one-byte pool of {pages.size} elements: Pallas computes its offsets in 32 bits; use 'xla', or "
                 f"pools below 2**31 elements"
             )
+    _require_triton()
+    from pallas_kernels import partial_triton, reduce_triton
+
     if q.shape[0] == 0:
         return jnp.zeros((0, shape.num_q_heads, shape.v_head_dim), q.dtype), jnp.zeros((0, shape.num_q_heads))
     k, v = _flat(k_pages), _flat(v_pages)
@@ -145,12 +148,24 @@ def _attend_mixed(q, k_pages, v_pages, buffer, per_head, shape: WorkShape, optio
     """Wide tiles in Mosaic GPU kernels, all others in Triton's: just Triton's where no tile is wide."""
     _require_a_jax_for_mosaic()
     _require_hopper()
+    _require_triton()
     from pallas_kernels import attend_mixed
 
     k, v = _flat(k_pages), _flat(v_pages)
     if not attend_mixed.wide_launches(q, k, v, shape):
         return _attend_triton(q, k_pages, v_pages, buffer, per_head, shape, options, interpret=_interpret())
     return attend_mixed.attend(q, k, v, buffer, per_head, shape=shape, options=options)
+
+
+def _require_triton() -> None:
+    """Pallas' Triton backend is deprecated: later versions of JAX will not have it."""
+    try:
+        from jax.experimental.pallas import triton  # noqa: F401
+    except ImportError as error:
+        raise NotImplementedError(
+            f"jax {jax.__version__} has no Triton backend of Pallas ({error}); 'pallas_mosaic' runs on Hopper GPUs, "
+            f"'xla' anywhere"
+        ) from None
 
 
 def _require_a_jax_for_mosaic() -> None:
@@ -173,5 +188,8 @@ def _append_xla(k_pages, v_pages, k_new, v_new, slots):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def _append_triton(k_pages, v_pages, k_new, v_new, slots, interpret: bool):
+    _require_triton()
+    from pallas_kernels import append_triton
+
     k, v = append_triton.append(_flat(k_pages), _flat(v_pages), k_new, v_new, slots, interpret=interpret)
     return k.reshape(k_pages.shape), v.reshape(v_pages.shape)

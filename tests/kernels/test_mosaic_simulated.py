@@ -179,4 +179,4 @@ else:
 
     def test_it_is_part_of_the_default(monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        assert backends.resolve(None) == ("pallas_mixed", "pallas_triton", "xla")
+        assert backends.resolve(None) == ("pallas_mixed", "pallas_triton", "pallas_mosaic", "xla")
