@@ -210,6 +210,13 @@ else:
             plan = plan_for(tree(), page_size, heads, **other)
             assert not any(launch.tile.mosaic for launch in plan.shape.launches)
 
+    def test_a_block_of_decode_steps_may_begin_with_leaves_of_one_token():
+        """They will grow, so their entries are long already."""
+        tree = ta.TokenTree.from_levels([4, 512], [2000, 1]).with_pages(16, reserve=16)
+        plan = plan_for(tree, 16, Heads(32, 8, 128), gpu="NVIDIA H200", horizon=16)
+        assert [launch.tile.mosaic for launch in plan.shape.launches] == [True]
+        plan.check(tree)
+
     def test_lowers_what_the_planner_chooses():
         from pallas_kernels import attend_mixed
 

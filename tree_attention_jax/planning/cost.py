@@ -184,8 +184,13 @@ def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:
 
 
 def _masked_unit(problem: Problem) -> int:
-    """What masked entries will hold, most likely: a wide tile has masks for what lies below the roots."""
+    """What masked entries will hold, most likely: a wide tile has masks for what lies below the roots.
+
+    As in :func:`.entries._units`, a block of decode steps has one unit for all.
+    """
     tree = problem.tree
+    if problem.horizon:
+        return problem.unit_for(tree.first_slot, tree.kv_len)
     below = (tree.parent >= 0).nonzero()[0]
     return problem.unit_for(tree.first_slot.take(below), tree.kv_len.take(below))
 
