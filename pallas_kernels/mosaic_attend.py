@@ -1,8 +1,8 @@
 """A computing warpgroup of the Mosaic GPU kernel: 64 rows against the steps that the loading warpgroup brings.
 
 The softmax runs online in base 2, as in :mod:`pallas_kernels.partial_triton`. A step whose slots all hold tokens needs
-no mask. In any other the logits of empty slots become -inf and their values 0, because 0 * NaN is NaN and a free slot
-may hold anything.
+no mask. In any other the logits of empty slots become -inf. Their values are zero by then (:mod:`.mosaic_clean`): a free
+slot may hold anything.
 
 Masked entries are seen by some rows only, mostly by those of one subtree. So a warpgroup goes through them in parts:
 one that none of its rows sees is left out, and one that all of them see takes no mask. Two warpgroups then do different
@@ -30,7 +30,6 @@ from pallas_kernels.mosaic_store import Outputs, pad, store
 from pallas_kernels.mosaic_tokens import (
     Entries,
     all_filled,
-    any_filled,
     next_all_filled,
     positions,
     read_entries,
@@ -43,8 +42,6 @@ from pallas_kernels.mosaic_work import Scalar, Work, div, for_each_work, rem
 from pallas_kernels.options import LOG2E, Options
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
-# Columns of V that are cleaned at a time: more would not fit in registers beside the accumulator.
-CLEAN_COLUMNS = 64
 
 
 class Rows(NamedTuple):
@@ -205,11 +202,6 @@ def _step(shared, warpgroup, step, listed, rows, full, *softmax, folded, factor,
         plgpu.barrier_wait(shared.values_full.at[slot])
     _take_turn(shared, geo)
 
-    if full is not True:
-        for part, slot in enumerate(slots):
-            of_part = entries.part(part, geo)
-            empty = jnp.logical_not(all_filled(of_part, geo))
-            pl.when(empty)(functools.partial(_clean, shared, warpgroup, stage, slot, part, of_part, geo))
     out = products.accumulate(out, weight, shared.values.at[stage])
     for slot in slots:
         plgpu.barrier_arrive(shared.values_free.at[slot])
@@ -244,9 +236,6 @@ def _masked_step(
         weight, out, peak, total = lax.cond(some, look, look_away, *softmax)
         plgpu.barrier_arrive(shared.keys_free.at[slot])
         plgpu.barrier_wait(shared.values_full.at[slot])
-        # What holds no token at all, no one looks at.
-        partly = jnp.logical_not(full) & any_filled(entries)
-        pl.when(partly)(functools.partial(_clean, shared, warpgroup, stage, slot, part, entries, geo))
 
         def add(out: jax.Array, weight=weight, begin=begin) -> jax.Array:
             return products.accumulate(out, weight, shared.values.at[stage, begin])
@@ -329,26 +318,3 @@ def _masked(logits, rows: Rows, entries: Entries, full, masked, folded, geo, opt
         return logits if folded else base2_logits(logits, options)
 
     return as_they_are(logits) if full is True else lax.cond(full, as_they_are, one_by_one, logits)
-
-
-def _clean(
-    shared: Shared, warpgroup: Scalar, stage: Scalar, slot: Scalar, part: int, entries: Entries, geo: Geometry
-) -> None:
-    """Zero what holds no token in a part of V. The first warpgroup does it, and a second one waits for it."""
-
-    @pl.when(warpgroup == 0)
-    def _():
-        for column in range(0, shared.values.shape[-1], CLEAN_COLUMNS):
-            some = shared.values.at[stage, pl.ds(part * geo.part, geo.part), pl.ds(column, CLEAN_COLUMNS)]
-            values = plgpu.layout_cast(some[...], plgpu.Layout.WGMMA)
-            filled = tokens_at(step_slots(values.shape, 0), entries, geo).filled
-            some[...] = jnp.where(filled, values, jnp.zeros_like(values))
-        plgpu.commit_smem()
-        if geo.consumers > 1:
-            plgpu.barrier_arrive(shared.clean.at[slot])
-
-    if geo.consumers > 1:
-
-        @pl.when(warpgroup > 0)
-        def _():
-            plgpu.barrier_wait(shared.clean.at[slot])

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layout as lo
+from pallas_kernels.mosaic_clean import clean, unfilled
 from pallas_kernels.mosaic_geometry import META_ALIGN, META_WORDS, WARPGROUP_ROWS, Geometry
 from pallas_kernels.mosaic_work import Scalar, Work, div, for_each_work, rem
 
@@ -27,11 +28,13 @@ class Shared(NamedTuple):
         raw: [consumers, boxes, box, D] query rows as they come, one query's heads after another's.
         queries: the same as [consumers, 64, D], tiled and swizzled for the matrix units.
         keys: [stages, block, D]; ``values``: [stages, block, Dv].
+        lines: the values' memory as int32 words (see :mod:`.mosaic_clean`); None in the simulator.
         meta: int32 [slots, META_WORDS], the entries from each part on, from the last multiple of META_ALIGN words on.
         staged: what is on its way out: :class:`Staged`; ``lse``: float32 [consumers, boxes, box, lse_copies].
         raw_full, raw_free: the query rows have come; have been read.
         keys_full, values_full: a part's tokens have come; ``keys_free``, ``values_free``: no one needs them any more.
-        clean: what holds no token of a part's entries is zero in ``values``.
+            In ``values`` what holds no token is zero by then. For parts that have such slots the second half of
+            ``values_full`` says that the copies have come.
         turn: where two consumers meet to take turns at the matrix units.
     """
 
@@ -41,6 +44,7 @@ class Shared(NamedTuple):
     lse: Any
     keys: Any
     values: Any
+    lines: Any
     meta: Any
     raw_full: Any
     raw_free: Any
@@ -48,7 +52,6 @@ class Shared(NamedTuple):
     keys_free: Any
     values_full: Any
     values_free: Any
-    clean: Any
     turn: Any
 
 
@@ -66,9 +69,8 @@ def barriers(geo: Geometry) -> tuple[Any, ...]:
         plgpu.Barrier(num_arrivals=geo.consumers),
         plgpu.Barrier(num_arrivals=geo.part_entries + 1, num_barriers=geo.slots),
         plgpu.Barrier(num_arrivals=geo.consumers, num_barriers=geo.slots),
-        plgpu.Barrier(num_arrivals=geo.part_entries, num_barriers=geo.slots),
+        plgpu.Barrier(num_arrivals=geo.part_entries, num_barriers=2 * geo.slots),
         plgpu.Barrier(num_arrivals=geo.consumers, num_barriers=geo.slots),
-        plgpu.Barrier(num_arrivals=1, num_barriers=geo.slots),
         plgpu.Barrier(num_arrivals=geo.consumers),
     )
 
@@ -101,15 +103,17 @@ def produce(
             plgpu.barrier_wait(shared.raw_free)
 
         _load_queries(q_ref, buffer_ref, shared, work, shape, geo)
+        unclean = (jnp.int32(geo.unit),) * geo.part_entries  # there is no part yet: as if it were full
         for masked, first in zip(kinds, first_words):
 
             def load(i: Scalar, carry: Any, masked: bool = masked) -> Any:
-                step, here = carry
+                step, here, unclean = carry
                 following = words(i + 1, masked)  # read ahead, for the reason given at `for_each_work`
-                _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, here, masked, geo)
-                return step + 1, following
+                unclean = _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, here, masked, unclean, geo)
+                return step + 1, following, unclean
 
-            step, _ = lax.fori_loop(0, work.blocks(masked, geo), load, (step, first))
+            step, _, unclean = lax.fori_loop(0, work.blocks(masked, geo), load, (step, first, unclean))
+        _finish(shared, step - 1, geo.parts - 1, unclean, geo)
         return step
 
     steps = for_each_work(buffer_ref, program, index=index, grid=grid, shape=shape, geo=geo, body=one)
@@ -216,15 +220,23 @@ def _read_words(buffer_ref: Any, work: Work, i: Scalar, masked: bool, geo: Geome
     return tuple(buffer_ref[jnp.minimum(place, buffer_ref.shape[0] - 1)] for place in places)
 
 
-def _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, words, masked, geo) -> None:
+def _load_block(
+    k_ref, v_ref, buffer_ref, shared, work, step, i, words, masked, unclean: tuple[Scalar, ...], geo
+) -> tuple[Scalar, ...]:
     """Step ``i`` of a pass. An entry is copied with the whole stretch of ``unit`` slots it lies in, from a multiple of
-    ``unit`` on, because tiles in shared memory begin at multiples of 8 rows."""
+    ``unit`` on, because tiles in shared memory begin at multiples of 8 rows.
+
+    When the values of a part are on their way, those of the one before are made fit for use (:func:`_finish`).
+    ``unclean``: the words of the step before's last part; returned are those of this one's.
+    """
     stage = rem(step, geo.stages)
     begin, count = work.entries(masked)
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
     used = step >= geo.stages
+    before = step - 1, geo.parts - 1, unclean
 
     def load(part: int, of_values: bool) -> None:
+        nonlocal before
         slot, first = stage * geo.parts + part, i * geo.entries + part * geo.part_entries
         full, free = (shared.values_full, shared.values_free) if of_values else (shared.keys_full, shared.keys_free)
         cache_ref, ring = (v_ref, shared.values) if of_values else (k_ref, shared.keys)
@@ -238,13 +250,33 @@ def _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, words, masked, 
             plgpu.copy_gmem_to_smem(buffer_ref.at[pl.ds(list_from, META_WORDS)], shared.meta.at[slot], full.at[slot])
         listed = [first + e < count for e in range(geo.part_entries)]
         of_part = words[part * geo.part_entries : (part + 1) * geo.part_entries]
+        filled = tuple(jnp.where(there, word, 0) for there, word in zip(listed, of_part))
+        arrive = slot + jnp.where(unfilled(filled, geo), geo.slots, 0) if of_values else slot
         to = ring.at[stage, pl.ds(part * geo.part, geo.part)]
-        _load_tokens(cache_ref, to, full.at[slot], work.kv_head, listed, of_part, geo)
+        _load_tokens(cache_ref, to, full.at[arrive], work.kv_head, listed, of_part, geo)
+        if of_values:
+            _finish(shared, *before, geo)
+            before = step, part, filled
 
     # In the order in which they are given back: whole steps where all see them, else parts.
     order = [(part, of_values) for of_values in (False, True) for part in range(geo.parts)]
     for part, of_values in sorted(order) if masked else order:
         load(part, of_values)
+    return before[2]
+
+
+def _finish(shared: Shared, step: Scalar, part: int, words: tuple[Scalar, ...], geo: Geometry) -> None:
+    """Clean the values of a part, and say that they have come; of a full part, the copies have said so."""
+
+    @pl.when(unfilled(words, geo))
+    def _():
+        stage = rem(step, geo.stages)
+        slot = stage * geo.parts + part
+        plgpu.barrier_wait(shared.values_full.at[geo.slots + slot])
+        lines = None if shared.lines is None else shared.lines.at[stage]
+        clean(shared.values.at[stage], lines, jnp.int32(part * geo.part), words, geo)
+        for _ in range(geo.part_entries):
+            plgpu.barrier_arrive(shared.values_full.at[slot])
 
 
 def _load_tokens(cache_ref, to, full, kv_head, listed, words, geo) -> None:

@@ -29,11 +29,6 @@ class Entries(NamedTuple):
     low: tuple[Scalar, ...]
     high: tuple[Scalar, ...]
 
-    def part(self, number: int, geo: Geometry) -> Entries:
-        """Those of a part of the step."""
-        begin = number * geo.part_entries
-        return Entries(*(field[begin : begin + geo.part_entries] for field in self))
-
 
 def read_entries(
     meta_ref: Any, slot: Scalar, first: Scalar, left: Scalar, count: int, masked: bool, geo: Geometry
@@ -61,14 +56,6 @@ def all_filled(entries: Entries, geo: Geometry) -> Scalar:
     for filled in entries.filled[1:]:
         least = jnp.minimum(least, filled)
     return least == geo.unit
-
-
-def any_filled(entries: Entries) -> Scalar:
-    """Whether any slot of the entries does."""
-    most = entries.filled[0]
-    for filled in entries.filled[1:]:
-        most = jnp.maximum(most, filled)
-    return most > 0
 
 
 def seen_by_some_or_all(entries: Entries, begin: Scalar, end: Scalar) -> tuple[Scalar, Scalar]:

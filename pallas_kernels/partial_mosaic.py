@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layout as lo
 from pallas_kernels.mosaic_attend import consume
+from pallas_kernels.mosaic_clean import lines_like
 from pallas_kernels.mosaic_geometry import (
     META_WORDS,
     SMALLEST_COPY,
@@ -132,12 +133,13 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, grid, shape, geo, opt
     per_head_ref = refs[0] if options.uses_heads else None
     outputs = Outputs(*refs[-4:])
 
-    def run(raw, queries_and_staged, *others):
+    def run(raw, queries_and_staged, lse, keys, values, *others):
         if geo.queries_staged:
             queries, *staged = queries_and_staged
         else:
             queries, staged = queries_and_staged
-        shared = Shared(raw, queries, Staged(*staged), *others)
+        values, lines = (values, None) if geo.simulated else values
+        shared = Shared(raw, queries, Staged(*staged), lse, keys, values, lines, *others)
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         common = {"index": index, "grid": grid, "shape": shape, "geo": geo}
 
@@ -175,6 +177,7 @@ def _scratch(shape: lo.WorkShape, geo: Geometry, dtype: Any) -> list[Any]:
 
     queries = plgpu.SMEM((geo.consumers, WARPGROUP_ROWS, shape.head_dim), dtype, transforms=tiled)
     staged = [boxes(min(STAGED_BYTES // jnp.dtype(x).itemsize, shape.v_head_dim), x) for x in (jnp.float32, dtype)]
+    values = plgpu.SMEM((geo.stages, geo.block, shape.v_head_dim), dtype, transforms=tiled)
     shared: Any
     if geo.queries_staged:
         shared = plgpu.RefUnion(queries, *staged)
@@ -186,6 +189,6 @@ def _scratch(shape: lo.WorkShape, geo: Geometry, dtype: Any) -> list[Any]:
         shared,
         boxes(geo.lse_copies, jnp.float32),
         plgpu.SMEM((geo.stages, geo.block, shape.head_dim), dtype, transforms=tiled),
-        plgpu.SMEM((geo.stages, geo.block, shape.v_head_dim), dtype, transforms=tiled),
+        values if geo.simulated else plgpu.RefUnion(values, lines_like(geo, shape.v_head_dim)),
         plgpu.SMEM((geo.slots, META_WORDS), jnp.int32),
     ]
