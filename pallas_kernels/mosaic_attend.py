@@ -1,8 +1,7 @@
 """A computing warpgroup of the Mosaic GPU kernel: 64 rows against the steps that the loading warpgroup brings.
 
 The softmax runs online in base 2, as in :mod:`pallas_kernels.partial_triton`. A step whose slots all hold tokens needs
-no mask. In any other the logits of empty slots become -inf. Their values are zero by then (:mod:`.mosaic_clean`): a free
-slot may hold anything.
+no mask. In any other the logits of empty slots become -inf, and their values are zeroed (:mod:`.mosaic_clean`).
 
 Masked entries are seen by some rows only, mostly by those of one subtree. So a warpgroup goes through them in parts:
 one that none of its rows sees is left out, and one that all of them see takes no mask. Two warpgroups then do different
@@ -22,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layout as lo
 from pallas_kernels.logits import base2_logits, inside_window
+from pallas_kernels.mosaic_clean import clean
 from pallas_kernels.mosaic_geometry import WARPGROUP_ROWS, Geometry
 from pallas_kernels.mosaic_load import Shared
 from pallas_kernels.mosaic_products import Products
@@ -202,6 +202,11 @@ def _step(shared, warpgroup, step, listed, rows, full, *softmax, folded, factor,
         plgpu.barrier_wait(shared.values_full.at[slot])
     _take_turn(shared, geo)
 
+    if full is not True:
+        for part, slot in enumerate(slots):
+            of_part = entries.part(part, geo)
+            empty = jnp.logical_not(all_filled(of_part, geo))
+            pl.when(empty)(functools.partial(_clean, shared, warpgroup, stage, slot, part, of_part, geo))
     out = products.accumulate(out, weight, shared.values.at[stage])
     for slot in slots:
         plgpu.barrier_arrive(shared.values_free.at[slot])
@@ -318,3 +323,21 @@ def _masked(logits, rows: Rows, entries: Entries, full, masked, folded, geo, opt
         return logits if folded else base2_logits(logits, options)
 
     return as_they_are(logits) if full is True else lax.cond(full, as_they_are, one_by_one, logits)
+
+
+def _clean(
+    shared: Shared, warpgroup: Scalar, stage: Scalar, slot: Scalar, part: int, entries: Entries, geo: Geometry
+) -> None:
+    """Zero what holds no token in a part of V. The first warpgroup does it, and a second one waits for it."""
+
+    @pl.when(warpgroup == 0)
+    def _():
+        clean(shared, stage, part * geo.part, entries.begin, entries.filled, geo)
+        if geo.consumers > 1:
+            plgpu.barrier_arrive(shared.clean.at[slot])
+
+    if geo.consumers > 1:
+
+        @pl.when(warpgroup > 0)
+        def _():
+            plgpu.barrier_wait(shared.clean.at[slot])

@@ -33,8 +33,9 @@ class Shared(NamedTuple):
         staged: what is on its way out: :class:`Staged`; ``lse``: float32 [consumers, boxes, box, lse_copies].
         raw_full, raw_free: the query rows have come; have been read.
         keys_full, values_full: a part's tokens have come; ``keys_free``, ``values_free``: no one needs them any more.
-            In ``values`` what holds no token is zero by then. For parts that have such slots the second half of
-            ``values_full`` says that the copies have come.
+            Of masked parts, what holds no token is zero by then: if there is any, the second half of ``values_full``
+            says that the copies have come.
+        clean: the same of a plain part.
         turn: where two consumers meet to take turns at the matrix units.
     """
 
@@ -52,6 +53,7 @@ class Shared(NamedTuple):
     keys_free: Any
     values_full: Any
     values_free: Any
+    clean: Any
     turn: Any
 
 
@@ -71,6 +73,7 @@ def barriers(geo: Geometry) -> tuple[Any, ...]:
         plgpu.Barrier(num_arrivals=geo.consumers, num_barriers=geo.slots),
         plgpu.Barrier(num_arrivals=geo.part_entries, num_barriers=2 * geo.slots),
         plgpu.Barrier(num_arrivals=geo.consumers, num_barriers=geo.slots),
+        plgpu.Barrier(num_arrivals=1, num_barriers=geo.slots),
         plgpu.Barrier(num_arrivals=geo.consumers),
     )
 
@@ -113,7 +116,8 @@ def produce(
                 return step + 1, following, unclean
 
             step, _, unclean = lax.fori_loop(0, work.blocks(masked, geo), load, (step, first, unclean))
-        _finish(shared, step - 1, geo.parts - 1, unclean, geo)
+        if masked_too:
+            _finish(shared, step - 1, geo.parts - 1, unclean, geo)
         return step
 
     steps = for_each_work(buffer_ref, program, index=index, grid=grid, shape=shape, geo=geo, body=one)
@@ -226,8 +230,8 @@ def _load_block(
     """Step ``i`` of a pass. An entry is copied with the whole stretch of ``unit`` slots it lies in, from a multiple of
     ``unit`` on, because tiles in shared memory begin at multiples of 8 rows.
 
-    When the values of a part are on their way, those of the one before are made fit for use (:func:`_finish`).
-    ``unclean``: the words of the step before's last part; returned are those of this one's.
+    When the values of a masked part are on their way, those of the one before are made fit for use (:func:`_finish`).
+    ``unclean``: the words of the last masked part before this step; returned are those of this one's.
     """
     stage = rem(step, geo.stages)
     begin, count = work.entries(masked)
@@ -250,13 +254,15 @@ def _load_block(
             plgpu.copy_gmem_to_smem(buffer_ref.at[pl.ds(list_from, META_WORDS)], shared.meta.at[slot], full.at[slot])
         listed = [first + e < count for e in range(geo.part_entries)]
         of_part = words[part * geo.part_entries : (part + 1) * geo.part_entries]
-        filled = tuple(jnp.where(there, word, 0) for there, word in zip(listed, of_part))
-        arrive = slot + jnp.where(unfilled(filled, geo), geo.slots, 0) if of_values else slot
         to = ring.at[stage, pl.ds(part * geo.part, geo.part)]
-        _load_tokens(cache_ref, to, full.at[arrive], work.kv_head, listed, of_part, geo)
-        if of_values:
-            _finish(shared, *before, geo)
-            before = step, part, filled
+        if not (masked and of_values):
+            _load_tokens(cache_ref, to, full.at[slot], work.kv_head, listed, of_part, geo)
+            return
+        filled = tuple(jnp.where(there, word, 0) for there, word in zip(listed, of_part))
+        come = slot + jnp.where(unfilled(filled, geo), geo.slots, 0)
+        _load_tokens(cache_ref, to, full.at[come], work.kv_head, listed, of_part, geo)
+        _finish(shared, *before, geo)
+        before = step, part, filled
 
     # In the order in which they are given back: whole steps where all see them, else parts.
     order = [(part, of_values) for of_values in (False, True) for part in range(geo.parts)]
@@ -266,16 +272,17 @@ def _load_block(
 
 
 def _finish(shared: Shared, step: Scalar, part: int, words: tuple[Scalar, ...], geo: Geometry) -> None:
-    """Clean the values of a part, and say that they have come; of a full part, the copies have said so."""
+    """Clean the values of a masked part, and say that they have come; of a full part, the copies have said so."""
 
     @pl.when(unfilled(words, geo))
     def _():
         stage = rem(step, geo.stages)
         slot = stage * geo.parts + part
+        begin = [(word >> lo.COUNT_BITS) & (geo.unit - 1) for word in words]
+        filled = [word & lo.COUNT_MASK for word in words]
         plgpu.barrier_wait(shared.values_full.at[geo.slots + slot])
-        lines = None if shared.lines is None else shared.lines.at[stage]
-        clean(shared.values.at[stage], lines, jnp.int32(part * geo.part), words, geo)
-        for _ in range(geo.part_entries):
+        clean(shared, stage, part * geo.part, begin, filled, geo)
+        for _ in words:
             plgpu.barrier_arrive(shared.values_full.at[slot])
 
 

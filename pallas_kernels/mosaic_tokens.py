@@ -29,6 +29,11 @@ class Entries(NamedTuple):
     low: tuple[Scalar, ...]
     high: tuple[Scalar, ...]
 
+    def part(self, number: int, geo: Geometry) -> Entries:
+        """Those of a part of the step."""
+        begin = number * geo.part_entries
+        return Entries(*(field[begin : begin + geo.part_entries] for field in self))
+
 
 def read_entries(
     meta_ref: Any, slot: Scalar, first: Scalar, left: Scalar, count: int, masked: bool, geo: Geometry

@@ -32,10 +32,10 @@ from pallas_kernels.mosaic_products import PLAIN, WGMMA
 from pallas_kernels.mosaic_store import Outputs
 from pallas_kernels.options import Options
 
-# Registers a thread where two warpgroups compute: they take what the loading one leaves of 3 x 168. One that computes
-# alone has enough without.
-LOAD_REGISTERS = 56
-COMPUTE_REGISTERS = 224
+# Registers a thread where two warpgroups compute, without masks and with: they take what the loading one leaves of
+# 3 x 168. One that computes alone has enough without.
+LOAD_REGISTERS = 56, 72
+COMPUTE_REGISTERS = 224, 216
 SIMULATED_PROGRAMS = 2
 # Of a whole H100 or H200, where the device does not say.
 HOPPER_SMS = 132
@@ -132,6 +132,7 @@ def check(q: jax.Array, k: jax.Array, v: jax.Array, shape: lo.WorkShape) -> None
 def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, grid, shape, geo, options, products, dtype):
     per_head_ref = refs[0] if options.uses_heads else None
     outputs = Outputs(*refs[-4:])
+    masked = shape.launches[index].tile.masked
 
     def run(raw, queries_and_staged, lse, keys, values, *others):
         if geo.queries_staged:
@@ -146,7 +147,7 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, grid, shape, geo, opt
         @pl.when(warpgroup < geo.consumers)
         def _():
             if geo.consumers > 1:
-                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+                plgpu.set_max_registers(COMPUTE_REGISTERS[masked], action="increase")
             consume(
                 buffer_ref,
                 per_head_ref,
@@ -162,7 +163,7 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, grid, shape, geo, opt
         @pl.when(warpgroup == geo.consumers)
         def _():
             if geo.consumers > 1:
-                plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+                plgpu.set_max_registers(LOAD_REGISTERS[masked], action="decrease")
             produce(q_ref, k_ref, v_ref, buffer_ref, shared, program, **common)
 
     pl.run_scoped(run, *_scratch(shape, geo, dtype), *barriers(geo), collective_axes="warpgroup")
