@@ -151,7 +151,7 @@ def errors(profile: GpuProfile, launches: list[dict[str, Any]]) -> np.ndarray:
             return np.array([row[name] for row in rows], np.float64)
 
         launch = np.array([2 * place[(*row["tile"], row["mosaic"])] + (row["can_mask"] > 0) for row in rows])
-        costs = shapes.launches(launch, column("masked"))
+        costs = shapes.launches(launch, column("masked"), column("one_sided"))
         memory = column("tokens") * problem.heads.token_bytes / profile.bytes_per_us
         us = launch_time(profile, costs, column("steps"), column("items"), column("longest"), memory)
         # The model prices a partial once, with the reduction: half of that is this launch writing it.

@@ -23,7 +23,7 @@ from pallas_kernels import layout as lo
 from pallas_kernels.logits import base2_logits, inside_window
 from pallas_kernels.mosaic_clean import clean
 from pallas_kernels.mosaic_geometry import WARPGROUP_ROWS, Geometry
-from pallas_kernels.mosaic_load import Shared
+from pallas_kernels.mosaic_load import Shared, bring_rows
 from pallas_kernels.mosaic_products import Products
 from pallas_kernels.mosaic_rows import read_rows
 from pallas_kernels.mosaic_store import Outputs, pad, store
@@ -76,7 +76,7 @@ def consume(
     common: Any = {"folded": folded, "factor": factor, "geo": geo, "options": options, "products": products}
 
     def one(turn: Scalar, work: Work, step: Scalar) -> Scalar:
-        del turn
+        row_of = bring_rows(buffer_ref, shared, turn, work, shape, geo)
         _take_queries(shared, warpgroup, geo)
         rows = _rows(buffer_ref, per_head_ref, work, warpgroup, masked_too, shape, geo, options)
         carry = (
@@ -91,7 +91,7 @@ def consume(
         some = jnp.where(total == 0, 1.0, total)
         lse2 = jnp.where(total == 0, -jnp.inf, peak * factor + jnp.log2(some))
         out = out * _spread(1.0 / some, out)
-        store(out, lse2, buffer_ref, outputs, shared, work, warpgroup, shape=shape, geo=geo)
+        store(out, lse2, outputs, shared, work, warpgroup, row_of, geo)
         return step
 
     for_each_work(buffer_ref, program, index=index, grid=grid, shape=shape, geo=geo, body=one)

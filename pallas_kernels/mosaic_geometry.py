@@ -101,6 +101,15 @@ class Geometry:
         return min(2 if self.simulated else BATCH, self.live_boxes)
 
     @property
+    def row_words(self) -> int:
+        """Words of the list that says which queries a pass holds, as one copy brings it; 0: so few boxes are looked up
+        in global memory, a batch at a time."""
+        if self.consumers * self.live_boxes <= BATCH:
+            return 0
+        line = COPY_BYTES // 4
+        return -(-(self.queries + META_ALIGN) // line) * line
+
+    @property
     def entries(self) -> int:
         return self.block // self.unit
 

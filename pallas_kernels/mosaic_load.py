@@ -8,6 +8,7 @@ keys of a part lies the piece of the entry list that begins with it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -25,12 +26,14 @@ class Shared(NamedTuple):
     """What a program keeps in shared memory, and the barriers over it.
 
     Attributes:
+        rows: int32 [2, row_words], of this pass and the next: see :func:`bring_rows`.
         raw: [consumers, boxes, box, D] query rows as they come, one query's heads after another's.
         queries: the same as [consumers, 64, D], tiled and swizzled for the matrix units.
         keys: [stages, block, D]; ``values``: [stages, block, Dv].
         lines: the values' memory as int32 words (see :mod:`.mosaic_clean`); None in the simulator.
         meta: int32 [slots, META_WORDS], the entries from each part on, from the last multiple of META_ALIGN words on.
         staged: what is on its way out: :class:`Staged`; ``lse``: float32 [consumers, boxes, box, lse_copies].
+        rows_full: the list of rows has come.
         raw_full, raw_free: the query rows have come; have been read.
         keys_full, values_full: a part's tokens have come; ``keys_free``, ``values_free``: no one needs them any more.
             Of masked parts, what holds no token is zero by then: if there is any, the second half of ``values_full``
@@ -39,6 +42,7 @@ class Shared(NamedTuple):
         turn: where two consumers meet to take turns at the matrix units.
     """
 
+    rows: Any
     raw: Any
     queries: Any
     staged: Any
@@ -47,6 +51,7 @@ class Shared(NamedTuple):
     values: Any
     lines: Any
     meta: Any
+    rows_full: Any
     raw_full: Any
     raw_free: Any
     keys_full: Any
@@ -67,6 +72,7 @@ class Staged(NamedTuple):
 def barriers(geo: Geometry) -> tuple[Any, ...]:
     """The last fields of :class:`Shared`. A copy arrives once; so does a warpgroup in place of a copy it leaves out."""
     return (
+        plgpu.Barrier(num_arrivals=1),
         plgpu.Barrier(num_arrivals=geo.consumers * geo.live_boxes),
         plgpu.Barrier(num_arrivals=geo.consumers),
         plgpu.Barrier(num_arrivals=geo.part_entries + 1, num_barriers=geo.slots),
@@ -105,7 +111,8 @@ def produce(
         def _():
             plgpu.barrier_wait(shared.raw_free)
 
-        _load_queries(q_ref, buffer_ref, shared, work, shape, geo)
+        row_of = bring_rows(buffer_ref, shared, turn, work, shape, geo, fetch=True)
+        _load_queries(q_ref, shared, work, row_of, geo)
         unclean = (jnp.int32(geo.unit),) * geo.part_entries  # there is no part yet: as if it were full
         for masked, first in zip(kinds, first_words):
 
@@ -136,7 +143,34 @@ def produce(
     lax.fori_loop(jnp.maximum(steps - geo.stages, 0), steps, drain, None)
 
 
-def _load_queries(q_ref: Any, buffer_ref: Any, shared: Shared, work: Work, shape: lo.WorkShape, geo: Geometry) -> None:
+def bring_rows(
+    buffer_ref: Any, shared: Shared, turn: Scalar, work: Work, shape: lo.WorkShape, geo: Geometry, fetch: bool = False
+) -> Callable[[Scalar], Scalar]:
+    """A function of n that gives the index in ``q`` of the nth query of a pass.
+
+    If they do not lie side by side there, a list says where. To look up eight at a time in global memory would take
+    longer than to move the queries themselves; so one copy brings the list. ``fetch``: of the loading warpgroup.
+    """
+    start = shape.rows_at + work.row
+    if not geo.row_words:
+        return lambda n: buffer_ref[start + n]
+    words = min(geo.row_words, shape.buffer_size & -META_ALIGN)
+    begin = pl.multiple_of(jnp.minimum(start & -META_ALIGN, (shape.buffer_size - words) & -META_ALIGN), META_ALIGN)
+    place = turn & 1
+
+    @pl.when(work.query < 0)
+    def _():
+        if fetch:
+            rows = shared.rows.at[place, pl.ds(0, words)]
+            plgpu.copy_gmem_to_smem(buffer_ref.at[pl.ds(begin, words)], rows, shared.rows_full)
+        plgpu.barrier_wait(shared.rows_full)
+
+    return lambda n: jnp.where(work.query < 0, shared.rows[place, start - begin + n], work.query + n)
+
+
+def _load_queries(
+    q_ref: Any, shared: Shared, work: Work, row_of: Callable[[Scalar], Scalar], geo: Geometry
+) -> None:
     """Query rows of a pass; a box that is no query of it only arrives, and its rows keep what they held."""
 
     def load(warpgroup: Scalar, carry: None) -> None:
@@ -144,12 +178,10 @@ def _load_queries(q_ref: Any, buffer_ref: Any, shared: Shared, work: Work, shape
             plgpu.copy_gmem_to_smem(q_ref.at[here], shared.raw.at[warpgroup, boxes], shared.raw_full)
 
         for_each_box(
-            buffer_ref,
             work,
             warpgroup,
-            shape=shape,
+            row_of,
             geo=geo,
-            final=True,
             there=there,
             absent=lambda: plgpu.barrier_arrive(shared.raw_full),
         )
@@ -157,13 +189,14 @@ def _load_queries(q_ref: Any, buffer_ref: Any, shared: Shared, work: Work, shape
     lax.fori_loop(0, geo.consumers, load, None)
 
 
-def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absent=None) -> None:
+def for_each_box(work, warpgroup, row_of, *, geo, there, absent=None) -> None:
     """``there(here, boxes)`` for every box of rows of a warpgroup that is live, ``absent()`` for the others.
 
-    ``here`` are the indices of the box in an array [queries, heads, ..] (``final``) or [partials, heads, ..], and
-    ``boxes`` is its index among those of the warpgroup. Boxes of queries side by side are joined: then both are slices,
-    and all of them but one are ``absent()`` too.
+    ``here`` are the indices of the box in an array [queries, heads, ..], or in [partials, heads, ..] if ``row_of`` is
+    None, and ``boxes`` is its index among those of the warpgroup. Boxes of queries side by side are joined: then both
+    are slices, and all of them but one are ``absent()`` too.
     """
+    final = row_of is not None
     rows = jnp.clip(work.queries * geo.heads - warpgroup * WARPGROUP_ROWS, 0, WARPGROUP_ROWS)
     count = geo.live_boxes if absent is not None else div(rows + geo.box - 1, geo.box)
     first_row = warpgroup * WARPGROUP_ROWS
@@ -190,7 +223,7 @@ def for_each_box(buffer_ref, work, warpgroup, *, shape, geo, final, there, absen
             row = first_row + box * geo.box
             n, head = div(row, geo.heads), work.head + rem(row, geo.heads)
             live = (n < work.queries) & (head < geo.group)
-            place = buffer_ref[shape.rows_at + work.row + jnp.where(live, n, 0)] if final else work.partial + n
+            place = row_of(jnp.where(live, n, 0)) if final else work.partial + n
             found.append((live, place, work.kv_head * geo.group + head, box))
         if not (geo.joined and final):
             one_by_one(found)

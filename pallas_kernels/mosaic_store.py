@@ -6,7 +6,7 @@ leave in pieces of some columns. Nothing waits for the last copies but the next 
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,18 +35,17 @@ class Outputs(NamedTuple):
 def store(
     out: jax.Array,
     lse2: jax.Array,
-    buffer_ref: Any,
     outputs: Outputs,
     shared: Shared,
     work: Work,
     warpgroup: Scalar,
-    *,
-    shape: lo.WorkShape,
+    row_of: Callable[[Scalar], Scalar],
     geo: Geometry,
 ) -> None:
-    """Write a pass's rows, float32 [64, Dv] and base-2 LSE [64], as final outputs or as partials."""
+    """Write a pass's rows, float32 [64, Dv] and base-2 LSE [64], as final outputs or as partials.
 
-    walk = functools.partial(for_each_box, buffer_ref, work, warpgroup, shape=shape, geo=geo)
+    ``row_of``: of :func:`.bring_rows`.
+    """
 
     def write(final: bool) -> None:
         staged = shared.staged.out if final else shared.staged.partial
@@ -65,7 +64,7 @@ def store(
                 if not column:
                     plgpu.copy_smem_to_gmem(shared.lse.at[warpgroup, boxes], lse_target.at[here])
 
-            walk(final=final, there=leave)
+            for_each_box(work, warpgroup, row_of if final else None, geo=geo, there=leave)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -68,16 +68,22 @@ def for_each_work(
 ) -> Scalar:
     """``step = body(turn, work, step)`` for every pass of this program; returns the last ``step``, at first 0.
 
-    Every warpgroup of a program walks the same passes. The record of the next one is read while this one runs: a load
-    from global memory costs as much time as a short item.
+    Every warpgroup of a program walks the same passes. The longest come first, so every other turn goes through the
+    programs backwards: else the first program would have the longest of each turn. The record of the next pass is read
+    while this one runs: a load from global memory costs as much time as a short item.
     """
     launch = shape.launches[index]
     each = shape.num_kv_heads * geo.works
     total = buffer_ref[index] * each
-    turns = div(jnp.maximum(total - program, 0) + grid - 1, grid)
+    whole_turns = div(total, grid)
+
+    def place(turn: Scalar) -> Scalar:
+        return jnp.where((turn & 1) == 1, grid - 1 - program, program)
+
+    turns = whole_turns + jnp.where(place(whole_turns) < total - whole_turns * grid, 1, 0)
 
     def read(turn: Scalar) -> Work:
-        number = jnp.minimum(program + turn * grid, launch.capacity * each - 1)
+        number = jnp.minimum(turn * grid + place(turn), launch.capacity * each - 1)
         item, part = div(number, each), rem(number, each)
         at = launch.items_at + item * lo.ITEM_SIZE
         field = [buffer_ref[at + i] for i in range(lo.ITEM_SIZE)]

@@ -20,6 +20,7 @@ from pallas_kernels import layout as lo
 from pallas_kernels.mosaic_attend import consume
 from pallas_kernels.mosaic_clean import lines_like
 from pallas_kernels.mosaic_geometry import (
+    COPY_BYTES,
     META_WORDS,
     SMALLEST_COPY,
     STAGED_BYTES,
@@ -134,13 +135,13 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, grid, shape, geo, opt
     outputs = Outputs(*refs[-4:])
     masked = shape.launches[index].tile.masked
 
-    def run(raw, queries_and_staged, lse, keys, values, *others):
+    def run(rows, raw, queries_and_staged, lse, keys, values, *others):
         if geo.queries_staged:
             queries, *staged = queries_and_staged
         else:
             queries, staged = queries_and_staged
         values, lines = (values, None) if geo.simulated else values
-        shared = Shared(raw, queries, Staged(*staged), lse, keys, values, lines, *others)
+        shared = Shared(rows, raw, queries, Staged(*staged), lse, keys, values, lines, *others)
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         common = {"index": index, "grid": grid, "shape": shape, "geo": geo}
 
@@ -186,6 +187,7 @@ def _scratch(shape: lo.WorkShape, geo: Geometry, dtype: Any) -> list[Any]:
         # The simulator takes views of different parts of a union for views of the same part.
         shared = [queries, staged if geo.simulated and geo.consumers > 1 else plgpu.RefUnion(*staged)]
     return [
+        plgpu.SMEM((2, max(geo.row_words, COPY_BYTES // 4)), jnp.int32),
         boxes(shape.head_dim, dtype),
         shared,
         boxes(geo.lse_copies, jnp.float32),

@@ -58,6 +58,8 @@ SINGLE = Case("single", lambda: lay_out(TokenTree.from_levels([1, 3], [20, 17]),
 UNEVEN = Case("uneven", lambda: lay_out(TokenTree.from_levels([1, 2], [20, 17]), 16), Heads(6, 2, 64))
 # Parts that both halves of the rows see, one does, and none; the queries side by side, so that one copy moves them all.
 HALVES = Case("halves", lambda: TokenTree.from_levels([1, 2, 8, 32], [23, 70, 17, 32]), Heads(4, 1, 64))
+# The same of leaves that are no neighbours in q, so that a list says where each query is; two passes a program.
+SCATTERED = Case("scattered", lambda: TokenTree([-1, 0, 0, *[1, 2] * 40], [23, 17, 9, *[20] * 80]), Heads(2, 1, 64))
 PASSES = Case("passes", lambda: lay_out(prefill(), 16), Heads(4, 1, 256))
 
 
@@ -117,6 +119,8 @@ else:
             (SHARED, "per_node"),
             (DRAFTS, "flatten"),
             pytest.param(HALVES, "halves in turns", marks=pytest.mark.slow),
+            pytest.param(SCATTERED, "halves in turns", marks=pytest.mark.slow),
+            pytest.param(SCATTERED, "flatten", marks=pytest.mark.slow),
             pytest.param(RAGGED, "flatten", marks=pytest.mark.slow),
             pytest.param(PREFILL, "per_node", marks=pytest.mark.slow),
             pytest.param(SINGLE, "per_node", marks=pytest.mark.slow),

@@ -33,6 +33,9 @@ SLOTS_APART = 1.25
 LAST_WAVE = 0.25
 # Beside its steps a program begins and ends: this share of what that takes while as many programs as fit do the same.
 ENDS = 0.75
+# Two groups of warps share a tile of Mosaic's kernels and leave out what they do not see: while one works on its masked
+# steps, the other does on its own. Where one has nothing to do, a step costs so much more.
+ONE_SIDED = 1.2
 # So many times what it costs, nothing is chosen.
 NEVER = 10.0
 # Below its top, the share of a joined segment's steps that compare intervals: the rest are ancestors of the whole tile.
@@ -48,6 +51,8 @@ class SegmentCosts:
         plain_us: of a token in a program that cannot mask.
         token_us: in one that can.
         masked_us: what a token costs more if it is masked.
+        halved: int [H], the shapes whose tiles have two halves; ``one_sided_us``: float64 [H], what a masked token costs
+            more with them if only one half works.
         tile_us: of a tile beside its tokens.
     """
 
@@ -56,6 +61,8 @@ class SegmentCosts:
     token_us: np.ndarray
     masked_us: np.ndarray
     tile_us: np.ndarray
+    halved: np.ndarray
+    one_sided_us: np.ndarray
 
 
 class LaunchCosts(NamedTuple):
@@ -119,7 +126,9 @@ class ShapeTable:
         masked_us = np.where(several, self.programs * self.masked_token_us, plain_us)
         tile_us = self.programs * (self.item_us + 0.5 * self.step_us)
         columns = (self.queries, plain_us, mixed_us, masked_us - mixed_us, tile_us)
-        return SegmentCosts(*(column.astype(np.float32)[:, None] for column in columns))
+        halved = self.two_halves.nonzero()[0]
+        one_sided_us = (ONE_SIDED * masked_us * several).take(halved)
+        return SegmentCosts(*(column.astype(np.float32)[:, None] for column in columns), halved, one_sided_us)
 
     @functools.cached_property
     def least_costs(self) -> tuple[np.float32, np.float32, np.ndarray, np.ndarray]:
@@ -143,19 +152,28 @@ class ShapeTable:
         return self.programs * (self.mixed_token_us - self.token_us)
 
     @functools.cached_property
+    def two_halves(self) -> np.ndarray:
+        """bool: shapes whose tiles two groups of warps share, each leaving out what it does not see."""
+        return np.array([tile.mosaic for tile in self.tiles])
+
+    @functools.cached_property
     def usual(self) -> int:
         """The shape that suits narrow tiles of about any length: of the fewest rows, with the most warps."""
         narrow = [index for index, tile in enumerate(self.tiles) if tile.rows == self.tiles[0].rows]
         return max(narrow, key=lambda index: self.tiles[index].warps)
 
-    def launches(self, launch: Any, masked: Any) -> LaunchCosts:
-        """Costs of launches, ``shape * 2 + can_mask`` each, that mask such a share of their steps."""
+    def launches(self, launch: Any, masked: Any, one_sided: Any) -> LaunchCosts:
+        """Costs of launches, ``shape * 2 + can_mask`` each, that mask such a share of their steps.
+
+        ``one_sided``: the share of their steps that are masked and of one half alone, beyond those of the other.
+        """
         costs = self._launches.take(launch, axis=1)
-        return LaunchCosts._make([*costs[:5], *(costs[5:7] + masked * costs[7:])])
+        return LaunchCosts._make([*costs[:5], *(costs[5:7] + masked * costs[7:9] + one_sided * costs[9:])])
 
     @functools.cached_property
     def _launches(self) -> np.ndarray:
-        """[9, 2 * S]: of plain and of masked launches of each shape; of steps and latencies, what a masked one adds."""
+        """[11, 2 * S]: of plain and of masked launches of each shape; of steps and latencies, what a masked one adds, and
+        what one adds that only one half works on."""
 
         def both(plain: np.ndarray, masked: np.ndarray) -> np.ndarray:
             return np.stack([plain, masked], axis=1).ravel()
@@ -169,6 +187,8 @@ class ShapeTable:
                 both(self.latency_us, self.mixed_latency_us),
                 both(nothing, self.masked_step_us - self.mixed_step_us),
                 both(nothing, self.masked_latency_us - self.mixed_latency_us),
+                both(nothing, ONE_SIDED * self.two_halves * self.masked_step_us),
+                both(nothing, ONE_SIDED * self.two_halves * self.masked_latency_us),
             ]
         )
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pallas_kernels.layout import TileClass
-from pallas_kernels.mosaic_geometry import SMALLEST_COPY
+from pallas_kernels.mosaic_geometry import PART, SMALLEST_COPY
 from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum, ragged_places, ragged_runs
 from tree_attention_jax.planning.entries import Entries, make_entries
 from tree_attention_jax.planning.interleaving import take_turns
@@ -84,6 +84,10 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
     # An entry goes to the piece that it ends in: two pieces that meet round alike.
     plain_begin, plain_end = np.minimum(begin, border) // units[0], np.minimum(end, border) // units[0]
     masked_begin, masked_end = np.maximum(begin - border, 0) // units[1], np.maximum(end - border, 0) // units[1]
+    if any(t.mosaic for t in tiling.tiles):  # halves of a tile take turns part by part: no piece begins within one
+        size = np.array([PART // units[1] if t.mosaic else 1 for t in tiling.tiles]).take(tiling.tile.take(tile))
+        masked_begin -= masked_begin % size
+        masked_end -= masked_end % size * (masked_end < masked.real.take(tile))
     can_mask = (np.bincount(tiling.tile, masked.real, len(tiling.tiles)) > 0) | tiling.uniform
     return Items(
         launch=launch.take(order),

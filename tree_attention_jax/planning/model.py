@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pallas_kernels import layout as lo
+from pallas_kernels.mosaic_geometry import PART
 from tree_attention_jax.planning.cost import ShapeTable, launch_time, shapes_for
 from tree_attention_jax.planning.plan import HostView, TreePlan
 
@@ -40,6 +41,8 @@ class LaunchLoad:
         items: its items; each is a program for every KV head (and part of a group).
         steps: of all items; ``longest``: of the longest.
         masked: share of the steps that compare intervals.
+        one_sided: share of the steps that do, and that one half of a tile works on beyond those of the other half; 0
+            for tiles without halves.
         tokens: cache slots read, each counted once.
         partials: rows it writes as partials.
     """
@@ -48,6 +51,7 @@ class LaunchLoad:
     steps: int
     longest: int
     masked: float
+    one_sided: float
     tokens: int
     partials: int
 
@@ -68,7 +72,7 @@ def launch_times(plan: TreePlan) -> list[LaunchTime]:
     shapes = shapes_for(host.problem)
     times = []
     for launch, load in zip(shape.launches, launch_loads(plan)):
-        costs = shapes.launches(2 * _nearest(shapes, launch.tile) + launch.tile.masked, load.masked)
+        costs = shapes.launches(2 * _nearest(shapes, launch.tile) + launch.tile.masked, load.masked, load.one_sided)
         memory = load.tokens * heads.token_bytes / profile.bytes_per_us
         work = (load.steps * costs.step_us + load.items * costs.item_us) * costs.programs
         us = launch_time(profile, costs, load.steps, load.items, load.longest, memory)
@@ -95,6 +99,7 @@ def launch_loads(plan: TreePlan) -> list[LaunchLoad]:
                 steps=int(steps.sum()),
                 longest=int(steps.max(initial=0)),
                 masked=float(compared.sum() / max(tokens.sum(), 1)),
+                one_sided=_one_sided_tokens(buffer, records, launch.tile, plan.shape.group) / max(int(tokens.sum()), 1),
                 tokens=_unique_tokens(buffer, records),
                 partials=int(records[records[:, lo.PARTIAL] >= 0, lo.NUM_ROWS].sum()),
             )
@@ -124,15 +129,35 @@ def _nearest(shapes: ShapeTable, tile: lo.TileClass) -> int:
     return min(range(len(shapes.tiles)), key=distance)
 
 
+def _one_sided_tokens(buffer: np.ndarray, records: np.ndarray, tile: lo.TileClass, group: int) -> float:
+    """Token slots, in parts of a step, that the busier half of each item's rows sees beyond half of all."""
+    if not (tile.mosaic and tile.masked):
+        return 0.0
+    owner, nth, at = _listed(records, lo.MASKED_BEGIN, lo.MASKED_COUNT, lo.MASKED_SIZE)
+    low, high = buffer[at + lo.LOW], buffer[at + lo.HIGH]
+    first = np.maximum(low, ~low)
+    middle = (records[:, lo.ROW] + tile.queries_per_tile(group) // 2)[owner]
+    part = nth // (PART // tile.masked_unit)
+    begins = np.flatnonzero(np.diff(owner * (1 << 32) + part, prepend=-1))
+    if len(begins) == 0:
+        return 0.0
+    seen = [np.logical_or.reduceat(of_half, begins) for of_half in (first < middle, high > middle)]
+    busier = np.maximum(*(np.bincount(owner[begins], half, len(records)) for half in seen))
+    parts = np.bincount(owner[begins], minlength=len(records))
+    return float(PART * np.maximum(2 * busier - parts, 0).sum())
+
+
+def _listed(records: np.ndarray, begin: int, count: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of all entries of a kind: the item they are of, which of its entries they are, and where they are."""
+    counts = records[:, count]
+    owner = np.repeat(np.arange(len(records)), counts)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return owner, nth, records[owner, begin] + nth * size
+
+
 def _unique_tokens(buffer: np.ndarray, records: np.ndarray) -> int:
     """Cache slots that the items of a launch read, each counted once."""
-    words = []
-    for begin, count, size in (
-        (lo.PLAIN_BEGIN, lo.PLAIN_COUNT, lo.PLAIN_SIZE),
-        (lo.MASKED_BEGIN, lo.MASKED_COUNT, lo.MASKED_SIZE),
-    ):
-        owner = np.repeat(np.arange(len(records)), records[:, count])
-        nth = np.arange(len(owner)) - np.repeat(np.cumsum(records[:, count]) - records[:, count], records[:, count])
-        words.append(buffer[records[owner, begin] + nth * size + lo.WORD])
+    kinds = (lo.PLAIN_BEGIN, lo.PLAIN_COUNT, lo.PLAIN_SIZE), (lo.MASKED_BEGIN, lo.MASKED_COUNT, lo.MASKED_SIZE)
+    words = [buffer[_listed(records, *kind)[2] + lo.WORD] for kind in kinds]
     word = np.unique(np.concatenate(words))
     return int((word & lo.COUNT_MASK).sum())

@@ -51,6 +51,18 @@ def masked_tokens(own: np.ndarray, tiles: np.ndarray, walked: np.ndarray) -> np.
     return masked
 
 
+def one_sided(rows: np.ndarray, queries: Any, tiles: np.ndarray) -> np.ndarray:
+    """About which share of what tiles mask one half works on, beyond as much of the other half.
+
+    As if each row saw as much, and no other row of the other half did: then the busier half is the one with more rows.
+    """
+    half, full = queries / 2, tiles - 1
+    busier = full * half + np.minimum(rows - full * queries, half)
+    busier *= 2 / np.maximum(rows, 1)
+    busier -= 1
+    return busier
+
+
 class NodeTokens(NamedTuple):
     """Token slots that are walked of each node: float32 [N], in level order."""
 
@@ -168,8 +180,13 @@ def segment_times(problem: Problem, shapes: ShapeTable, table: SegmentTable) -> 
     work, alone = np.empty_like(walked), table.num_alone
     np.multiply(walked[:, :alone], costs.plain_us, out=work[:, :alone])
     joined = masked_tokens(sums.own[alone:], tiles[:, alone:], walked[:, alone:])
-    joined *= costs.masked_us
     np.multiply(walked[:, alone:], costs.token_us, out=work[:, alone:])
+    for shape, us in zip(costs.halved.tolist(), costs.one_sided_us.tolist()):
+        share = one_sided(sums.rows[alone:], costs.queries[shape], tiles[shape, alone:])
+        share *= us
+        share *= joined[shape]
+        work[shape, alone:] += share
+    joined *= costs.masked_us
     work[:, alone:] += joined
     tiles *= costs.tile_us
     work += tiles

@@ -30,11 +30,12 @@ and priced again, and the cheapest wins.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import any_of, exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
@@ -42,7 +43,13 @@ from tree_attention_jax.planning.strategies._launches import Blocks, price, spre
 from tree_attention_jax.planning.strategies._levels import Levels, Tiles
 from tree_attention_jax.planning.strategies._one_segment import one_segment
 from tree_attention_jax.planning.strategies._segmentation import cheapest
-from tree_attention_jax.planning.strategies._segments import NodeTokens, SegmentTable, masked_tokens, segment_times
+from tree_attention_jax.planning.strategies._segments import (
+    NodeTokens,
+    SegmentTable,
+    masked_tokens,
+    one_sided,
+    segment_times,
+)
 from tree_attention_jax.planning.tiling import Tiling
 
 # Candidates that are cut into tiles: so many at most, and none whose estimate is so many times the best one.
@@ -64,14 +71,27 @@ FEW_SLOTS = 1024
 # The programme takes the SMs to be busy. A few rows of a single KV head leave most of them idle, and more segments,
 # each a partial, would be more programs: so such trees have more candidates, for which partials cost so much less.
 FEW_ROWS, CHEAP = 256, 0.15
+# What halves of tiles see is the roughest of the estimates. Where one half works on more than this share of a launch
+# alone, the best tiling without such tiles is looked for, too.
+LOPSIDED = 0.05
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
 
 
 def auto(problem: Problem) -> Tiling:
+    tiling, us, alone = _auto(problem)
+    if alone > LOPSIDED:
+        other, other_us, _ = _auto(replace(problem, mosaic=False))
+        if other_us < us:
+            return other
+    return tiling
+
+
+def _auto(problem: Problem) -> tuple[Tiling, float, float]:
+    """The tiling; its time, and the largest share of a launch's tokens that one half of a tile works on alone."""
     if problem.layout.num_rows == 0:
         none = np.zeros(0, np.int32)
-        return make_tiling(problem, none, none, np.zeros(1, np.int32), none, none, none)
+        return make_tiling(problem, none, none, np.zeros(1, np.int32), none, none, none), 0.0, 0.0
     shapes, levels = shapes_for(problem, SHORTEST_STEP), Levels.of(problem, MAX_SPAN)
     table, candidates = _candidates(problem, shapes, levels)
     return _emit(problem, table, shapes, _finalists(problem, table, shapes, candidates))
@@ -106,7 +126,8 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     rows also the optimum where partials are cheap."""
     nodes = NodeTokens.of(levels, problem.unit)
     few = problem.heads.num_kv_heads == 1 and problem.layout.num_rows <= FEW_ROWS
-    if not few and (whole := one_segment(problem, shapes, levels, nodes)) is not None:
+    whole = None if few else one_segment(problem, shapes, levels, nodes)
+    if whole is not None:
         table, time, place = whole
         best = np.array([place])
     else:
@@ -150,27 +171,31 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     can_mask &= segments >= table.num_alone
     masked = masked_tokens(sums.own, tiles, walked)
     masked *= can_mask
+    alone = masked * shapes.two_halves.take(shape)  # of one half of a tile
+    if any_of(alone):
+        alone *= one_sided(sums.rows, queries, tiles)
     written = np.bincount(owner, sums.rows)
     total, launch = sums.total, 2 * shape
     if len(owner) == len(written):  # each candidate is a single segment, which is its launch
         first = place = whose = owner
         launch += can_mask
-        share = masked / np.maximum(walked, 1)
     else:
         num_kinds = 2 * len(shapes.tiles)
         key = _launch_keys(problem, shapes, owner * num_kinds + launch, can_mask, shape, walked)
         order = np.argsort(key, kind="stable")
-        segments, tiles, walked, rows, masked, key, total = (
-            column.take(order) for column in (segments, tiles, walked, rows, masked, key, total)
+        segments, tiles, walked, rows, masked, alone, key, total = (
+            column.take(order) for column in (segments, tiles, walked, rows, masked, alone, key, total)
         )
         first = starts(key)
         whose, launch = np.divmod(key.take(first), num_kinds)
         place, total = spread(first, len(key)), np.add.reduceat(total, first)
-        share = np.add.reduceat(masked, first) / np.maximum(np.add.reduceat(walked, first), 1)
+        masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
     blocks = Blocks(first, place, tiles, walked / tiles, rows)
+    in_all = np.maximum(np.add.reduceat(walked, first), 1)
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
     has_partials = written > num_rows  # some row has several segments
-    times, _ = price(problem, shapes.launches(launch, share), blocks, memory, has_partials.take(whose))
+    costs = shapes.launches(launch, masked / in_all, alone / in_all)
+    times, _ = price(problem, costs, blocks, memory, has_partials.take(whose))
     reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
     reduction += profile.launch_us
     reduction *= has_partials
@@ -226,7 +251,9 @@ def _launch_keys(
     return key + (can_mask | (has_masked & cheap).take(key))
 
 
-def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Finalists) -> Tiling:
+def _emit(
+    problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Finalists
+) -> tuple[Tiling, float, float]:
     """One block a row tile of each segment; now that the tiles are known, they are priced, and split limits are set.
 
     All finalists are cut and priced together: there is less to compute than there are NumPy calls to make.
@@ -247,11 +274,21 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     walked -= table.token_sums.take(seen.low)
     tokens = np.add.reduceat(walked, seen.indptr[:-1])
     walked *= seen.partly
-    masked = np.add.reduceat(np.add.reduceat(walked, seen.indptr[:-1]), first)
-    share = masked / np.maximum(np.add.reduceat(tokens, first), 1)
+    masked = np.add.reduceat(walked, seen.indptr[:-1])
+    alone = np.zeros(len(masked))  # of one half of a tile, beyond those of the other
+    halved = (shapes.two_halves.take(kind) & (plans.launch & 1).astype(bool)).take(of_tile).nonzero()[0]
+    if len(halved):
+        half = (step // 2).take(owner.take(halved))
+        tiles = Tiles(row0.take(halved), row1.take(halved), owner.take(halved))
+        busier = _busier_half(table, tiles, half, segments) - (tokens - masked).take(halved)
+        alone[halved] = np.maximum(2 * busier - masked.take(halved), 0)
+    in_all = np.maximum(np.add.reduceat(tokens, first), 1)
+    masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
     blocks = Blocks(first, of_tile, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
     reduced = plans.reduction.take(plans.whose) > 0
-    times, limits = price(problem, shapes.launches(plans.launch, share), blocks, plans.memory, reduced)
+    alone /= in_all
+    costs = shapes.launches(plans.launch, masked / in_all, alone)
+    times, limits = price(problem, costs, blocks, plans.memory, reduced)
     time = np.bincount(plans.whose, np.minimum.reduce(times), len(plans.reduction)) + plans.reduction
 
     winner = min(plans.ranks, key=_comparable(time, plans.unusual).__getitem__)
@@ -266,7 +303,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     place = np.arange(upto[-1])
     place += (seen.low[runs] - upto[:-1]).repeat(counts)
     node = levels.node.take(place)
-    return Tiling(
+    tiling = Tiling(
         row_begin=row0[begin:end],
         row_end=row1[begin:end],
         run_indptr=upto.take(indptr - indptr[0]),
@@ -278,3 +315,17 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
         tiles=tuple(shapes.tiles[index] for index in kind[low:high].tolist()),
         uniform=_is_tiny(problem),
     )
+    return tiling, float(time[winner]), float(np.maximum.reduce(alone[low:high]))
+
+
+def _busier_half(table: SegmentTable, tiles: Tiles, half: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """Tokens that one half of each tile sees, whichever sees more: its first rows, or those after them."""
+    middle = np.minimum(tiles.row0 + half, tiles.row1)
+    pair = (tiles.row0, middle), (middle, tiles.row1), (tiles.owner, tiles.owner)
+    top, below, span = table.top.take(segments), table.below(segments), table.span.take(segments)
+    seen = table.levels.nodes_of_tiles(Tiles(*map(np.concatenate, pair)), top, below, span)
+    walked = table.token_sums.take(seen.high)
+    walked -= table.token_sums.take(seen.low)
+    one, other = np.add.reduceat(walked, seen.indptr[:-1]).reshape(2, -1)
+    other *= middle < tiles.row1
+    return np.maximum(one, other)
