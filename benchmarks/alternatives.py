@@ -1,11 +1,15 @@
 """Plans beside the one that ``auto`` picks, all measured: what the cost model is fitted to, and what it misses.
 
     python -m benchmarks.alternatives --json
+    python -m benchmarks.alternatives --halves --json
 
 For every cell of FastTree's suite (but trees that are nearly the same), of the suite ``odd``, and of sequences that
 share nothing: ``auto``'s plan, its plans where it may use one tile shape only, and its plans where partials cost a
 quarter or four times as much. ``benchmarks/fit.py`` reads the result. The table shows where another plan than the
 chosen one was the fastest.
+
+``--halves``: plans of Mosaic's tile alone for trees of which its two halves do not see as much as each other (the
+suites ``odd``, ``decode`` and ``shared``). ``benchmarks/fit.py`` shows how well the model meets them.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,12 +36,15 @@ from tree_attention_jax.planning.profile import GpuProfile
 from tree_attention_jax.planning.strategies.auto import auto
 from tree_attention_jax.planning.tiles import suits_mosaic
 
-RESULT = Path(__file__).parent / "results" / "h200_alternatives.json"
+RESULTS = Path(__file__).parent / "results"
 PAGE_SIZE = 16
 # The others differ from these in one level.
 TREES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11)
 # No use in measuring what should take so many times as long as the choice.
 HOPELESS = 1.7
+
+
+Profiles = Callable[[Problem], Iterator[tuple[str, GpuProfile]]]
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,14 @@ class Alternative:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, nargs="?", const=RESULT)
+    parser.add_argument("--halves", action="store_true", help="plans of Mosaic's tile for uneven trees")
+    parser.add_argument("--json", type=Path, nargs="?", const=RESULTS)
     args = parser.parse_args(argv)
-    suite = list(cells("fasttree"))
-    names = list(dict.fromkeys(cell.name for cell in suite))
-    chosen = [cell for cell in suite if names.index(cell.name) in TREES] + list(cells("odd"))
-    chosen += [
-        cell for cell in cells("heads") if (cell.name, cell.head_dim, cell.page_size) == ("64_4096", 128, PAGE_SIZE)
-    ]
-    found = [one for cell in chosen for one in alternatives(cell)]
+    if args.json == RESULTS:
+        args.json /= "h200_halves.json" if args.halves else "h200_alternatives.json"
+    profiles = _mosaic_profiles if args.halves else _profiles
+    chosen = [*cells("odd"), *cells("decode"), *cells("shared")] if args.halves else _fitted_cells()
+    found = [one for cell in chosen for one in alternatives(cell, profiles)]
     report: dict[str, Any] = {"environment": harness.environment(), "launches": [], "reductions": []}
     with ThreadPoolExecutor(16) as pool:
         jobs = [pool.submit(_compile, one) for one in found]
@@ -78,11 +84,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def alternatives(cell: Cell, gpu: str | None = None) -> Iterator[Alternative]:
+def _fitted_cells() -> list[Cell]:
+    suite = list(cells("fasttree"))
+    names = list(dict.fromkeys(cell.name for cell in suite))
+    chosen = [cell for cell in suite if names.index(cell.name) in TREES] + list(cells("odd"))
+    longest = ("64_4096", 128, PAGE_SIZE)
+    return chosen + [cell for cell in cells("heads") if (cell.name, cell.head_dim, cell.page_size) == longest]
+
+
+def alternatives(cell: Cell, profiles: Profiles | None = None, gpu: str | None = None) -> Iterator[Alternative]:
     """Different plans of a cell, the chosen one first."""
     problem = make_problem(cell.tree(), PAGE_SIZE, *cell.heads, cell.head_dim, gpu=gpu)
     seen, chosen_us = set(), None
-    for name, profile in _profiles(problem):
+    for name, profile in (profiles or _profiles)(problem):
         plan = plan_of(problem, auto(replace(problem, profile=profile)))
         assert plan.host is not None
         key = (tuple(launch.tile for launch in plan.shape.launches), plan.host.num_items, plan.host.num_partials)
@@ -102,6 +116,13 @@ def _profiles(problem: Problem) -> Iterator[tuple[str, GpuProfile]]:
         if tile.block_kv >= 32 and (mosaic or not tile.mosaic):
             kernel = "mosaic" if tile.mosaic else f"w{tile.warps}"
             yield f"r{tile.rows}k{tile.block_kv}{kernel}", replace(profile, tiles=(tile,))
+
+
+def _mosaic_profiles(problem: Problem) -> Iterator[tuple[str, GpuProfile]]:
+    profile = problem.profile
+    alone = replace(profile, tiles=tuple(tile for tile in profile.tiles if tile.mosaic))
+    yield "mosaic", alone
+    yield "mosaic, dear partials", replace(alone, partial_bytes_per_us=profile.partial_bytes_per_us / 4)
 
 
 def _compile(one: Alternative) -> tuple[Any, int]:

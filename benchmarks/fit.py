@@ -7,6 +7,9 @@ and programs of several kinds share an SM. So its numbers are where the fit begi
 squares of the logarithms of the times in ``benchmarks/results/h200_alternatives.json``, robust against outliers, with a
 penalty for every constant that moves by more than about a quarter. GPUs that nobody has measured get the H200's
 constants scaled by the datasheets' ratios.
+
+What it costs that only one half of a Mosaic tile works (``cost.ONE_SIDED``) is not fitted with the rest: it is shown how
+well the profile in use meets ``h200_halves.json`` with it and with other values.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
+from tree_attention_jax.planning import cost
 from tree_attention_jax.planning.cost import launch_time, shape_table
 from tree_attention_jax.planning.plan import make_problem
-from tree_attention_jax.planning.profile import GpuProfile, TileCost
+from tree_attention_jax.planning.profile import GpuProfile, TileCost, profile_for
 from tree_attention_jax.topology import TokenTree
 
 RESULTS = Path(__file__).parent / "results"
@@ -85,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         changes = [f"{name[:-3]} {getattr(before, name):.3f} to {getattr(after, name):.3f}" for name in COSTS]
         kernel = "Mosaic" if after.mosaic else f"{after.warps} warps"
         print(f"{after.rows} x {after.block_kv}, {kernel}: {', '.join(changes)}")
+    show_one_sided(json.loads((RESULTS / "h200_halves.json").read_text())["launches"])
     if args.leave_out:
         error = np.sqrt(np.mean(np.square(left_out(begin, launches))))
         print(f"fitted to the launches of all other trees: {error:.3f}")
@@ -93,6 +98,22 @@ def main(argv: list[str] | None = None) -> int:
         for file, (name, sms, memory, l2, slower) in SCALED.items():
             _write(file, scaled(found, name, sms, memory, l2, slower))
     return 0
+
+
+def show_one_sided(launches: list[dict[str, Any]]) -> None:
+    profile = profile_for(KNOWN["name"])
+    in_use = cost.ONE_SIDED
+    try:
+        for value in sorted({*np.linspace(0, 2, 5).tolist(), in_use}):
+            cost.ONE_SIDED = value
+            cost.shape_table.cache_clear()
+            found = errors(profile, launches)
+            error = np.sqrt(np.mean(np.square(found)))
+            mark = " (in use)" if value == in_use else ""
+            print(f"one half alone costs {value:.1f} more{mark}: {error:.3f}, mean {found.mean():+.3f}, of these launches")
+    finally:
+        cost.ONE_SIDED = in_use
+        cost.shape_table.cache_clear()
 
 
 def first_guess(tiles: list[dict[str, Any]], environment: dict[str, str]) -> GpuProfile:
@@ -148,7 +169,7 @@ def errors(profile: GpuProfile, launches: list[dict[str, Any]]) -> np.ndarray:
         rows = [launches[i] for i in indices]
 
         def column(name: str, rows: list[dict[str, Any]] = rows) -> np.ndarray:
-            return np.array([row[name] for row in rows], np.float64)
+            return np.array([row.get(name, 0.0) for row in rows], np.float64)
 
         launch = np.array([2 * place[(*row["tile"], row["mosaic"])] + (row["can_mask"] > 0) for row in rows])
         costs = shapes.launches(launch, column("masked"), column("one_sided"))

@@ -149,13 +149,19 @@ def plan_for(tree: ta.TokenTree, page_size: int, heads: Heads, **plan_options: A
     )
 
 
-def halves_in_turns(tree: ta.TokenTree, page_size: int, heads: Heads, **problem_options: Any) -> ta.TreePlan:
-    """A plan of the widest tiles, over the whole tree each, in whose masked runs two halves of the rows take turns."""
+def halves_in_turns(
+    tree: ta.TokenTree, page_size: int, heads: Heads, max_tokens: int = 0, **problem_options: Any
+) -> ta.TreePlan:
+    """A plan of the widest tiles, over the whole tree each, in whose masked runs two halves of the rows take turns.
+
+    ``max_tokens``: of an item; 0: none is split.
+    """
     problem = make_problem(tree, page_size, heads.q, heads.kv, heads.dim, heads.v_dim, **problem_options)
     rows, nodes = problem.layout.num_rows, np.arange(tree.num_nodes, dtype=np.int32)
     tile = tile_class(128, 32, 4, 5, problem.unit, mosaic=True)
     ends = [np.array(x, np.int32) for x in ([0], [rows], [0, len(nodes)])]
-    return plan_of(problem, make_tiling(problem, *ends, nodes, np.zeros_like(nodes), tree.kv_len, tiles=(tile,)))
+    tiling = make_tiling(problem, *ends, nodes, np.zeros_like(nodes), tree.kv_len, max_tokens, tiles=(tile,))
+    return plan_of(problem, tiling)
 
 
 def attend(q: Any, k_pages: Any, v_pages: Any, plan: ta.TreePlan, implementation: str = "xla", **options: Any) -> Any:

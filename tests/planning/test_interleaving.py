@@ -49,6 +49,19 @@ def test_what_both_halves_see_comes_first(tokens: int, begin: list[str]):
     assert "b" not in "".join(found).lstrip("b")
 
 
+@pytest.mark.parametrize("limit", [32, 96, 160])
+def test_a_long_list_is_cut_between_parts(limit: int):
+    """Where it was not, both halves would see a bit of each part of the second piece."""
+    tree = ta.TokenTree.from_levels([1, 2, 32], [40, 80, 20])
+    plan = halves_in_turns(tree, 16, Heads(4, 1), max_tokens=limit)
+    plan.check(tree)
+    [launch], buffer = plan.shape.launches, plan.host.buffer
+    records = buffer[launch.items_at :][: buffer[0] * lo.ITEM_SIZE].reshape(-1, lo.ITEM_SIZE)
+    begin = np.sort(records[records[:, lo.MASKED_COUNT] > 0, lo.MASKED_BEGIN])
+    assert len(begin) > 3
+    assert not np.any((begin - begin[0]) // lo.MASKED_SIZE * launch.tile.masked_unit % 64)
+
+
 def test_queries_side_by_side_are_told():
     """Depth-first order is node order in the first tree, not in the second."""
     straight = halves_in_turns(ta.TokenTree.from_levels([1, 2, 4], [16, 16, 16]), 16, Heads(4, 1))

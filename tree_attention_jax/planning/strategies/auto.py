@@ -80,7 +80,7 @@ MAX_SPAN = 10
 
 def auto(problem: Problem) -> Tiling:
     tiling, us, alone = _auto(problem)
-    if alone > LOPSIDED:
+    if alone > LOPSIDED and not all(tile.mosaic for tile in problem.profile.tiles):
         other, other_us, _ = _auto(replace(problem, mosaic=False))
         if other_us < us:
             return other
