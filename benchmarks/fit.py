@@ -110,7 +110,9 @@ def show_one_sided(launches: list[dict[str, Any]]) -> None:
             found = errors(profile, launches)
             error = np.sqrt(np.mean(np.square(found)))
             mark = " (in use)" if value == in_use else ""
-            print(f"one half alone costs {value:.1f} more{mark}: {error:.3f}, mean {found.mean():+.3f}, of these launches")
+            print(
+                f"one half alone costs {value:.1f} more{mark}: {error:.3f}, mean {found.mean():+.3f}, of these launches"
+            )
     finally:
         cost.ONE_SIDED = in_use
         cost.shape_table.cache_clear()

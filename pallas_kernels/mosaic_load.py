@@ -168,9 +168,7 @@ def bring_rows(
     return lambda n: jnp.where(work.query < 0, shared.rows[place, start - begin + n], work.query + n)
 
 
-def _load_queries(
-    q_ref: Any, shared: Shared, work: Work, row_of: Callable[[Scalar], Scalar], geo: Geometry
-) -> None:
+def _load_queries(q_ref: Any, shared: Shared, work: Work, row_of: Callable[[Scalar], Scalar], geo: Geometry) -> None:
     """Query rows of a pass; a box that is no query of it only arrives, and its rows keep what they held."""
 
     def load(warpgroup: Scalar, carry: None) -> None:

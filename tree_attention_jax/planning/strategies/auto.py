@@ -251,9 +251,7 @@ def _launch_keys(
     return key + (can_mask | (has_masked & cheap).take(key))
 
 
-def _emit(
-    problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Finalists
-) -> tuple[Tiling, float, float]:
+def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Finalists) -> tuple[Tiling, float, float]:
     """One block a row tile of each segment; now that the tiles are known, they are priced, and split limits are set.
 
     All finalists are cut and priced together: there is less to compute than there are NumPy calls to make.
