@@ -8,7 +8,7 @@ squares of the logarithms of the times in ``benchmarks/results/h200_alternatives
 penalty for every constant that moves by more than about a quarter. GPUs that nobody has measured get the H200's
 constants scaled by the datasheets' ratios.
 
-What it costs that only one half of a Mosaic tile works (``cost.ONE_SIDED``) is not fitted with the rest: it is shown how
+What it costs that only one half of a Mosaic tile works (``cost.ONE_SIDED``) is not fitted with the rest: shown is how
 well the profile in use meets ``h200_halves.json`` with it and with other values.
 """
 
@@ -110,9 +110,7 @@ def show_one_sided(launches: list[dict[str, Any]]) -> None:
             found = errors(profile, launches)
             error = np.sqrt(np.mean(np.square(found)))
             mark = " (in use)" if value == in_use else ""
-            print(
-                f"one half alone costs {value:.1f} more{mark}: {error:.3f}, mean {found.mean():+.3f}, of these launches"
-            )
+            print(f"one half alone, {value:.1f} more{mark}: {error:.3f}, mean {found.mean():+.3f}, of uneven trees")
     finally:
         cost.ONE_SIDED = in_use
         cost.shape_table.cache_clear()

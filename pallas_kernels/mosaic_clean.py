@@ -1,8 +1,8 @@
 """Zeros in the slots of V that hold no token, before the matrix units multiply them with weights of 0: 0 * NaN is NaN.
 
-Masked parts often have such slots, as subtrees are short. There the loading warpgroup cleans, while the part that it has
-asked for next is on its way: the computing ones would spend a third of a part's time on it. A plain step has some where
-a node ends. The computing warpgroups clean it, so that launches without masks load as simply as they can.
+Masked parts often have such slots, as subtrees are short. There the loading warpgroup cleans, while the part that it
+has asked for next is on its way: the computing ones would spend a third of a part's time on it. A plain step has some
+where a node ends. The computing warpgroups clean it, so that launches without masks load as simply as they can.
 """
 
 from __future__ import annotations

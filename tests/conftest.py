@@ -13,8 +13,8 @@ if version("jaxlib").startswith("0.10."):
     # end the process at a flag they do not know. Read when the backend starts, which no import does.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
-# A simulated GPU's threads wait for one another in callbacks, each of which holds a thread of XLA's pool: that has one for
-# each device, if there are more of them than cores.
+# A simulated GPU's threads wait for one another in callbacks, each of which holds a thread of XLA's pool: that has one
+# for each device, if there are more of them than cores.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=12"
 
 # Each of these tests compiles a program of its own and runs it once, on a few tokens.

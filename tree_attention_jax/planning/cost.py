@@ -33,8 +33,8 @@ SLOTS_APART = 1.25
 LAST_WAVE = 0.25
 # Beside its steps a program begins and ends: this share of what that takes while as many programs as fit do the same.
 ENDS = 0.75
-# Two groups of warps share a tile of Mosaic's kernels and leave out what they do not see: while one works on its masked
-# steps, the other does on its own. Where one has nothing to do, a step costs so much more.
+# Two groups of warps share a tile of Mosaic's kernels and leave out what they do not see: while one works on its
+# masked steps, the other does on its own. Where one has nothing to do, a step costs so much more.
 ONE_SIDED = 1.2
 # So many times what it costs, nothing is chosen.
 NEVER = 10.0
@@ -51,9 +51,9 @@ class SegmentCosts:
         plain_us: of a token in a program that cannot mask.
         token_us: in one that can.
         masked_us: what a token costs more if it is masked.
-        halved: int [H], the shapes whose tiles have two halves; ``one_sided_us``: float64 [H], what a masked token costs
-            more with them if only one half works.
         tile_us: of a tile beside its tokens.
+        halved: int [H], the shapes whose tiles have two halves.
+        one_sided_us: float64 [H], what a masked token costs more with them if only one half works.
     """
 
     queries: np.ndarray
@@ -125,10 +125,20 @@ class ShapeTable:
         mixed_us = np.where(several, self.programs * self.mixed_token_us, plain_us)
         masked_us = np.where(several, self.programs * self.masked_token_us, plain_us)
         tile_us = self.programs * (self.item_us + 0.5 * self.step_us)
-        columns = (self.queries, plain_us, mixed_us, masked_us - mixed_us, tile_us)
         halved = self.two_halves.nonzero()[0]
-        one_sided_us = (ONE_SIDED * masked_us * several).take(halved)
-        return SegmentCosts(*(column.astype(np.float32)[:, None] for column in columns), halved, one_sided_us)
+
+        def column(values: np.ndarray) -> np.ndarray:
+            return values.astype(np.float32)[:, None]
+
+        return SegmentCosts(
+            queries=column(self.queries),
+            plain_us=column(plain_us),
+            token_us=column(mixed_us),
+            masked_us=column(masked_us - mixed_us),
+            tile_us=column(tile_us),
+            halved=halved,
+            one_sided_us=(ONE_SIDED * masked_us * several).take(halved),
+        )
 
     @functools.cached_property
     def least_costs(self) -> tuple[np.float32, np.float32, np.ndarray, np.ndarray]:
@@ -172,8 +182,8 @@ class ShapeTable:
 
     @functools.cached_property
     def _launches(self) -> np.ndarray:
-        """[11, 2 * S]: of plain and of masked launches of each shape; of steps and latencies, what a masked one adds, and
-        what one adds that only one half works on."""
+        """[11, 2 * S]: of plain and of masked launches of each shape; of steps and latencies, what a masked one adds,
+        and what one adds that only one half works on."""
 
         def both(plain: np.ndarray, masked: np.ndarray) -> np.ndarray:
             return np.stack([plain, masked], axis=1).ravel()
