@@ -24,7 +24,7 @@ def one_sided_tokens(plan: ta.TreePlan) -> int:
         entries, middle, seen = entries.reshape(-1, lo.MASKED_SIZE), record[lo.ROW] + half, [set(), set()]
         for index, (low, high) in enumerate(entries[:, [lo.LOW, lo.HIGH]].tolist()):
             for row in range(max(low, ~low), high):
-                seen[row >= middle].add(index // size)
+                seen[int(row >= middle)].add(index // size)
         total += max(0, 2 * max(map(len, seen)) - -(-len(entries) // size)) * PART
     return total
 
