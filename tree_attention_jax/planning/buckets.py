@@ -84,11 +84,12 @@ class Buckets:
         level = 0
         for name, need in needed.items():
             given = getattr(self, name)
-            given = max(given) if isinstance(given, tuple) else given
             if given is None:
                 while _capacity(name, level) < need:
                     level += 1
-            elif given < need:
+                continue
+            given = max(given) if isinstance(given, tuple) else given
+            if given < need:
                 raise ValueError(f"buckets.{name} is {given}: this plan needs {need}")
         return level
 
@@ -100,6 +101,7 @@ def _at_level(buckets: Buckets, level: int) -> Buckets:
     return Buckets(**(rounded | given))
 
 
+@functools.lru_cache(maxsize=128)
 def _capacity(name: str, level: int) -> int:
     return max(SMALLEST[name] * GROWTH**level, LEAST.get(name, 0))
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pallas_kernels.layout import COUNT_BITS
-from tree_attention_jax._arrays import any_of, ceil_div, exclusive_cumsum
+from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
@@ -36,10 +36,9 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     """Entries of the plain pieces, entries of the masked ones, and how many tokens either hold."""
     num_tiles = tiling.num_blocks
     # Plain pieces first, either kind in order of its tiles.
-    plain, others = (~pieces.masked).nonzero()[0], pieces.masked.nonzero()[0]
-    border = len(plain)
-    if len(others):
-        pieces = pieces.take(np.concatenate([plain, others]))
+    border = len(pieces.masked) - int(np.count_nonzero(pieces.masked))
+    if not all_of(pieces.masked[border:]):
+        pieces = pieces.take(pieces.masked.argsort(kind="stable"))
     start = problem.tree.first_slot.take(pieces.node) + pieces.begin
     units = (problem.unit, problem.unit) if tiling.uniform else _units(problem, pieces, border, start)
     repeats = _repeats(pieces, border, num_tiles)

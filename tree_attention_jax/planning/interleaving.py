@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pallas_kernels.mosaic_geometry import PART
-from tree_attention_jax._arrays import all_of, ceil_div, exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import any_of, ceil_div, exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
@@ -20,10 +20,10 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
     """The same tokens; the masked ones of a Mosaic tile in parts, those that both halves see first."""
     group, unit = problem.heads.group, problem.unit
     # Queries of the first half; 0 where a tile is not cut in two.
-    halves = np.array([tile.queries_per_tile(group) // 2 if tile.mosaic else 0 for tile in tiling.tiles], np.int32)
-    if not halves.any():
+    halves = [tile.queries_per_tile(group) // 2 if tile.mosaic else 0 for tile in tiling.tiles]
+    if not any(halves):
         return pieces
-    half = halves.take(tiling.tile).take(pieces.tile)
+    half = np.array(halves, np.int32).take(tiling.tile).take(pieces.tile)
     turns = pieces.masked & ~pieces.reserve & (half > 0)
     which = turns.nonzero()[0]
     tile, node = pieces.tile.take(which), pieces.node.take(which)
@@ -38,23 +38,26 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
     order = whose.argsort(kind="stable")
     before = exclusive_cumsum(entries.take(order))
     begins = before.take(exclusive_cumsum(np.bincount(whose, minlength=3 * tiling.num_blocks)))
-    place = np.empty_like(entries)
-    place[order] = before[:-1]
-    place -= begins.take(whose)
     # The first half goes on in the last part of both, the second in the one after it.
     size = PART // unit
-    of_both = (begins[1::3] - begins[:-1:3]).take(tile)
-    of_both[second] = ceil_div(of_both[second], size) * size
-    of_both *= only_one
-    place += of_both
+    of_both = begins[1::3] - begins[:-1:3]
+    shift = -begins[:-1]
+    shift[1::3] += of_both
+    shift[2::3] += ceil_div(of_both, size) * size
+    place = np.empty_like(entries)
+    place[order] = before[:-1]
+    place += shift.take(whose)
     # Pieces are cut where parts end.
     part = place // size
-    counts = (place + entries - 1) // size - part + 1
-    cut = not all_of(counts == 1)
+    last = (place + entries - 1) // size
+    cut = any_of(last != part)
     if cut:
-        owner, nth = ragged_places(counts)
+        owner, nth = ragged_places(last - part + 1)
         which, tile, second, part = which.take(owner), tile.take(owner), second.take(owner), part.take(owner) + nth
-    order = ((tile.astype(np.int64) << 32) + 2 * part + second).argsort(kind="stable")
+    key = tile << 32
+    key += 2 * part
+    key += second
+    order = key.argsort(kind="stable")
     others = (~turns).nonzero()[0]
     pieces = pieces.take(np.concatenate([others, which.take(order)]))
     if cut:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax._arrays import exclusive_cumsum, ragged_runs
+from tree_attention_jax._arrays import any_of, exclusive_cumsum, ragged_runs
 from tree_attention_jax.planning.buckets import FEW_LAUNCHES, Buckets
 from tree_attention_jax.planning.growth import ENTRIES, growth_records
 from tree_attention_jax.planning.lowering import Items
@@ -177,9 +177,9 @@ def _write_items(buffer, items: Items, places: _Places, launch_counts, partial, 
     records[:, lo.PARTIAL] = partial
     first, last = items.row_begin, items.row_begin + items.num_rows - 1
     records[:, lo.QUERY] = row_query.take(first)
-    breaks = np.add.accumulate(row_query[1:] != row_query[:-1] + 1)
-    if len(breaks) and breaks[-1]:
-        breaks = np.concatenate([[0], breaks])
+    breaks = row_query[1:] - row_query[:-1] != 1
+    if any_of(breaks):
+        breaks = exclusive_cumsum(breaks)
         records[breaks.take(last) > breaks.take(first), lo.QUERY] = -1
     flat, begin = records.reshape(-1), 0
     for launch, count in zip(places.launches, launch_counts.tolist()):
