@@ -76,6 +76,8 @@ class LaunchCosts(NamedTuple):
     resident: Any
     item_us: Any
     step_bytes: Any
+    item_work_us: Any  # item_us of all programs of an item
+    ends_us: Any  # what programs that begin and end wait for each other
     step_us: Any
     latency_us: Any
 
@@ -178,18 +180,21 @@ class ShapeTable:
         ``one_sided``: the share of their steps that are masked and of one half alone, beyond those of the other.
         """
         costs = self._launches.take(launch, axis=1)
-        return LaunchCosts._make([*costs[:5], *(costs[5:7] + masked * costs[7:9] + one_sided * costs[9:])])
+        step = costs[7:9] + masked * costs[9:11]
+        step += one_sided * costs[11:]
+        return LaunchCosts(*costs[:7], *step)
 
     @functools.cached_property
     def _launches(self) -> np.ndarray:
-        """[11, 2 * S]: of plain and of masked launches of each shape; of steps and latencies, what a masked one adds,
+        """[13, 2 * S]: of plain and of masked launches of each shape; of steps and latencies, what a masked one adds,
         and what one adds that only one half works on."""
 
         def both(plain: np.ndarray, masked: np.ndarray) -> np.ndarray:
             return np.stack([plain, masked], axis=1).ravel()
 
         nothing = np.zeros(len(self.tiles))
-        same = (self.block_kv, self.programs, self.resident, self.item_us, self.step_bytes)
+        item_work_us, ends_us = self.item_us * self.programs, ENDS * self.item_us * self.resident
+        same = (self.block_kv, self.programs, self.resident, self.item_us, self.step_bytes, item_work_us, ends_us)
         return np.stack(
             [
                 *(both(column, column) for column in same),
@@ -289,14 +294,13 @@ def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, 
     """
     items = np.maximum(items, 1e-9)
     an_sm = items * costs.programs
-    work = items * (costs.item_us * costs.programs) + steps * (costs.step_us * costs.programs)
+    work = items * costs.item_work_us + steps * (costs.step_us * costs.programs)
     work *= (_ceil(an_sm) / an_sm) ** IMBALANCE
     # Programs that do not fit at once run in waves; each waits out its own loads.
     fill = an_sm / costs.resident
     waves = _ceil(fill)
-    ends = ENDS * costs.item_us * costs.resident
-    wave = steps * costs.latency_us / items + ends
-    latency = np.maximum(longest * costs.latency_us + ends, wave * waves)
+    wave = steps * costs.latency_us / items + costs.ends_us
+    latency = np.maximum(longest * costs.latency_us + costs.ends_us, wave * waves)
     exposed = np.minimum(work, memory)
     exposed *= OVERLAP
     busy = np.maximum(work, memory) + np.minimum(exposed, MAX_EXPOSED_US)

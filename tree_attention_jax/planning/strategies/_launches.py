@@ -47,10 +47,14 @@ def price(
         [lengths] tokens that an item may have at most; 0: none is split.
     """
     profile, first = problem.profile, blocks.first
-    longest = np.maximum.reduceat(blocks.tokens, first)
-    steps = np.ceil(blocks.tokens / costs.block_kv.take(blocks.launch))
+    longest, block_kv = blocks.tokens, costs.block_kv
+    single = len(longest) == len(first)  # each launch has one group
+    if not single:
+        longest, block_kv = np.maximum.reduceat(longest, first), block_kv.take(blocks.launch)
+    steps = np.ceil(blocks.tokens / block_kv)
     steps *= blocks.tiles
-    steps = np.add.reduceat(steps, first)
+    if not single:
+        steps = np.add.reduceat(steps, first)
     length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
     items, written = _splits(blocks, length, reduced)
     most = np.ceil(np.minimum(length, longest) / costs.block_kv)
@@ -62,7 +66,7 @@ def price(
     written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
     time += written
     split += profile.launch_us * ~reduced
-    split[senseless] = np.inf
+    np.copyto(split, np.inf, where=senseless)
     return time, limits
 
 
@@ -99,7 +103,9 @@ def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray) -> tuple[np
     partials *= pieces > 1
     partials *= rows * tiles
     pieces *= tiles
-    added = np.add.reduceat(pieces, first, axis=1), np.add.reduceat(partials, first, axis=1)
+    added = pieces, partials
+    if len(first) < len(tokens):
+        added = np.add.reduceat(pieces, first, axis=1), np.add.reduceat(partials, first, axis=1)
     if not few:
         return added
     items[:, which] += added[0]

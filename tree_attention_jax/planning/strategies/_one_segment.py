@@ -42,7 +42,7 @@ def one_segment(
     of_nodes[0], of_nodes[1], of_nodes[2] = nodes.tokens, nodes.extra, levels.rows
     of_nodes[3] = _least_work(shapes, levels, nodes)
     of_levels = np.add.reduceat(of_nodes, levels.begin[:-1], axis=1)
-    tokens, extra, _, work = (np.add.accumulate(values) for values in of_levels)
+    tokens, extra, _, work = np.add.accumulate(of_levels, axis=1)
     table = _segments_from_root(levels, nodes, tokens, extra)
     time = segment_times(problem, shapes, table)
 
