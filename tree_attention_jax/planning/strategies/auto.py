@@ -174,12 +174,15 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     alone = masked * shapes.two_halves.take(shape)  # of one half of a tile
     if any_of(alone):
         alone *= one_sided(sums.rows, queries, tiles)
-    written = np.bincount(owner, sums.rows)
-    total, launch = sums.total, 2 * shape
-    if len(owner) == len(written):  # each candidate is a single segment, which is its launch
+    total, launch, usual = sums.total, 2 * shape, shape == shapes.usual
+    single = int(owner[-1]) + 1 == len(owner)  # each candidate is a single segment, which is its launch
+    if single:
         first = place = whose = owner
         launch += can_mask
+        written, in_all = sums.rows.astype(np.float64), np.maximum(walked, 1)
     else:
+        written = np.bincount(owner, sums.rows)
+        usual = np.bincount(owner, ~usual) == 0
         num_kinds = 2 * len(shapes.tiles)
         key = _launch_keys(problem, shapes, owner * num_kinds + launch, can_mask, shape, walked)
         order = np.argsort(key, kind="stable")
@@ -190,8 +193,8 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         whose, launch = np.divmod(key.take(first), num_kinds)
         place, total = spread(first, len(key)), np.add.reduceat(total, first)
         masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
+        in_all = np.maximum(np.add.reduceat(walked, first), 1)
     blocks = Blocks(first, place, tiles, walked / tiles, rows)
-    in_all = np.maximum(np.add.reduceat(walked, first), 1)
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
     has_partials = written > num_rows  # some row has several segments
     costs = shapes.launches(launch, masked / in_all, alone / in_all)
@@ -199,10 +202,9 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
     reduction += profile.launch_us
     reduction *= has_partials
-    unusual = [True] * len(written)
-    if problem.heads.num_kv_heads > 1:
-        unusual = (np.bincount(owner, shape != shapes.usual) > 0).tolist()
-    time = _comparable(np.bincount(whose, np.minimum.reduce(times)) + reduction, unusual)
+    unusual = (~usual).tolist() if problem.heads.num_kv_heads > 1 else [True] * len(written)
+    time = np.minimum.reduce(times)
+    time = _comparable((time if single else np.bincount(whose, time)) + reduction, unusual)
 
     best = sorted(range(len(time)), key=time.__getitem__)[: FINALISTS if num_rows < MANY_ROWS else 1]
     ranks = [which for which in best if time[which] <= NO_HOPE * time[best[0]]]
@@ -266,19 +268,21 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     row0 += levels.row_begin.take(top).take(owner)
     row1 = row0 + step.take(owner)
     np.minimum(row1, levels.row_end.take(top).take(owner), out=row1)
-    seen = levels.nodes_of_tiles(Tiles(row0, row1, owner), top, table.below(segments), table.span.take(segments))
+    tiles, num_tiles = Tiles(row0, row1, owner), len(row0)
+    halved = (shapes.two_halves.take(kind) & (plans.launch & 1).astype(bool)).take(of_tile).nonzero()[0]
+    if len(halved):  # their halves are looked at along with the tiles
+        tiles = _with_halves(tiles, halved, (step // 2).take(owner.take(halved)))
+    seen = levels.nodes_of_tiles(tiles, top, table.below(segments), table.span.take(segments))
     # Tokens of each tile, and those of them that not all of its rows see.
     walked = table.token_sums.take(seen.high)
     walked -= table.token_sums.take(seen.low)
     tokens = np.add.reduceat(walked, seen.indptr[:-1])
     walked *= seen.partly
-    masked = np.add.reduceat(walked, seen.indptr[:-1])
-    alone = np.zeros(len(masked))  # of one half of a tile, beyond those of the other
-    halved = (shapes.two_halves.take(kind) & (plans.launch & 1).astype(bool)).take(of_tile).nonzero()[0]
+    masked = np.add.reduceat(walked, seen.indptr[:-1])[:num_tiles]
+    tokens, of_halves = tokens[:num_tiles], tokens[num_tiles:]
+    alone = np.zeros(num_tiles)  # of one half of a tile, beyond those of the other
     if len(halved):
-        half = (step // 2).take(owner.take(halved))
-        tiles = Tiles(row0.take(halved), row1.take(halved), owner.take(halved))
-        busier = _busier_half(table, tiles, half, segments) - (tokens - masked).take(halved)
+        busier = np.maximum.reduce(of_halves.reshape(2, -1)) - (tokens - masked).take(halved)
         alone[halved] = np.maximum(2 * busier - masked.take(halved), 0)
     in_all = np.maximum(np.add.reduceat(tokens, first), 1)
     masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
@@ -316,14 +320,15 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     return tiling, float(time[winner]), float(np.maximum.reduce(alone[low:high]))
 
 
-def _busier_half(table: SegmentTable, tiles: Tiles, half: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    """Tokens that one half of each tile sees, whichever sees more: its first rows, or those after them."""
-    middle = np.minimum(tiles.row0 + half, tiles.row1)
-    pair = (tiles.row0, middle), (middle, tiles.row1), (tiles.owner, tiles.owner)
-    top, below, span = table.top.take(segments), table.below(segments), table.span.take(segments)
-    seen = table.levels.nodes_of_tiles(Tiles(*map(np.concatenate, pair)), top, below, span)
-    walked = table.token_sums.take(seen.high)
-    walked -= table.token_sums.take(seen.low)
-    one, other = np.add.reduceat(walked, seen.indptr[:-1]).reshape(2, -1)
-    other *= middle < tiles.row1
-    return np.maximum(one, other)
+def _with_halves(tiles: Tiles, which: np.ndarray, half: np.ndarray) -> Tiles:
+    """The tiles; then the first so many rows of some of them, and then the other rows of these.
+
+    Where there are no other rows, the empty tile counts for no more than what sees both rows beside it.
+    """
+    row0, row1, owner = tiles.row0.take(which), tiles.row1.take(which), tiles.owner.take(which)
+    middle = np.minimum(row0 + half, row1)
+    return Tiles(
+        row0=np.concatenate([tiles.row0, row0, middle]),
+        row1=np.concatenate([tiles.row1, middle, row1]),
+        owner=np.concatenate([tiles.owner, owner, owner]),
+    )
