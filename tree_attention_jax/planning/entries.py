@@ -110,35 +110,41 @@ def _expand(
         # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
         chunk0 = np.where(pieces.reserve, ceil_div(start, unit), chunk0)
     counts = ceil_div(stop, unit) - chunk0
-    piece = np.arange(len(counts)).repeat(counts)
-    chunk = np.arange(len(piece), dtype=np.int32)
-    chunk += (chunk0 - exclusive_cumsum(counts)[:-1]).take(piece)
+    upto = exclusive_cumsum(counts)
+    border = int(upto[num_plain])
+    chunk = np.arange(upto[-1], dtype=np.int32)
+    chunk += (chunk0 - upto[:-1]).repeat(counts)
+    none = piece = np.zeros(0, np.int32)
     if problem.horizon:
+        piece = np.arange(len(counts)).repeat(counts)
         order = _with_reserves_last(pieces, piece, chunk)
         piece, chunk = piece.take(order), chunk.take(order)
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        return values.take(piece) if problem.horizon else values.repeat(counts)
+
+    def spread_masked(values: np.ndarray) -> np.ndarray:
+        return values.take(piece[border:]) if problem.horizon else values[num_plain:].repeat(counts[num_plain:])
+
     if units[0] != units[1]:
-        unit = unit.take(piece)
+        unit = spread(unit)
     begin = chunk * unit
     count = begin + unit
-    np.minimum(count, stop.take(piece), out=count)
-    np.maximum(begin, start.take(piece), out=begin)
+    np.minimum(count, spread(stop), out=count)
+    np.maximum(begin, spread(start), out=begin)
     count -= begin
     if problem.horizon:
         count[pieces.reserve.take(piece)] = 0
-    word = problem.slots(problem.first_page.take(node).take(piece), begin)
+    word = problem.slots(spread(problem.first_page.take(node)), begin)
     word <<= COUNT_BITS
     word |= count
-    position = (layout.position.take(node) - before).take(piece)
+    position = spread(layout.position.take(node) - before)
     position += begin
-    border = int(np.add.reduce(counts[:num_plain]))
     # Only masked entries say who sees them.
-    masked = piece[border:]
-    masked_node = node.take(masked)
-    low, high = layout.row_begin.take(masked_node), layout.row_end.take(masked_node)
+    low, high = spread_masked(layout.row_begin.take(node)), spread_masked(layout.row_end.take(node))
     if any_of(pieces.causal):
-        seen_from = ((layout.row_begin - layout.old_len).take(node) - before).take(masked) + begin[border:]
-        low = np.where(pieces.causal.take(masked), ~seen_from, low)
-    none = np.zeros(0, np.int32)
+        seen_from = spread_masked((layout.row_begin - layout.old_len).take(node) - before) + begin[border:]
+        low = np.where(spread_masked(pieces.causal), ~seen_from, low)
     tile, node, chunk = (pieces.tile.take(piece), node.take(piece), chunk) if problem.horizon else (none, none, none)
 
     def part(first: int, last: int, which: slice, rows: tuple[np.ndarray, np.ndarray]) -> Entries:
