@@ -79,25 +79,30 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
     rank <<= 32
     rank -= tokens
     order = rank.argsort(kind="stable")
-    tile, begin, end = tile.take(order), begin.take(order), end.take(order)
-    border = plain_slots.take(tile)
-    # An entry goes to the piece that it ends in: two pieces that meet round alike.
-    plain_begin, plain_end = np.minimum(begin, border) // units[0], np.minimum(end, border) // units[0]
-    masked_begin, masked_end = np.maximum(begin - border, 0) // units[1], np.maximum(end - border, 0) // units[1]
-    if any(t.mosaic for t in tiling.tiles):  # halves of a tile take turns part by part: no piece begins within one
-        size = np.array([PART // units[1] if t.mosaic else 1 for t in tiling.tiles]).take(tiling.tile.take(tile))
-        masked_begin -= masked_begin % size
-        masked_end -= masked_end % size * (masked_end < masked.real.take(tile))
+    tile = tile.take(order)
+    plain_begin, masked_begin = plain.begin.take(tile), masked.begin.take(tile)
+    plain_count, masked_count = plain.real.take(tile), masked.real.take(tile)
+    if len(tile) > len(total):  # some tile is split
+        begin, end, border = begin.take(order), end.take(order), plain_slots.take(tile)
+        # An entry goes to the piece that it ends in: two pieces that meet round alike.
+        begins, ends = np.minimum(begin, border) // units[0], np.minimum(end, border) // units[0]
+        plain_begin, plain_count = plain_begin + begins, ends - begins
+        begins, ends = np.maximum(begin - border, 0) // units[1], np.maximum(end - border, 0) // units[1]
+        if any(t.mosaic for t in tiling.tiles):  # halves of a tile take turns part by part: no piece begins within one
+            size = np.array([PART // units[1] if t.mosaic else 1 for t in tiling.tiles]).take(tiling.tile.take(tile))
+            begins -= begins % size
+            ends -= ends % size * (ends < masked_count)
+        masked_begin, masked_count = masked_begin + begins, ends - begins
     can_mask = (np.bincount(tiling.tile, masked.real, len(tiling.tiles)) > 0) | tiling.uniform
     return Items(
         launch=launch.take(order),
         tile=tile,
         row_begin=tiling.row_begin.take(tile),
         num_rows=(tiling.row_end - tiling.row_begin).take(tile),
-        plain_begin=plain.begin.take(tile) + plain_begin,
-        plain_count=plain_end - plain_begin,
-        masked_begin=masked.begin.take(tile) + masked_begin,
-        masked_count=masked_end - masked_begin,
+        plain_begin=plain_begin,
+        plain_count=plain_count,
+        masked_begin=masked_begin,
+        masked_count=masked_count,
         tokens=tokens.take(order),
         plain=plain,
         masked=masked,

@@ -49,9 +49,11 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     launch_counts = np.bincount(items.launch, minlength=len(items.tiles))
     few = len(items.tiles) <= FEW_LAUNCHES
     level = buckets.level_for(queries=num_rows, partials=num_partials, items=0 if few else int(launch_counts.max()))
+    launches: tuple[lo.Launch, ...] = ()
     while True:
         capacity = buckets.at_level(level)
-        launches = _launches(problem, items, launch_counts.tolist(), buckets if few else capacity, few)
+        if not launches or not few:
+            launches = _launches(problem, items, launch_counts.tolist(), buckets if few else capacity, few)
         places = _places(items, capacity, launches)
         growing, grow_lists = growth_records(problem, items, places.launches, places.plain, places.masked)
         growing_at = places.lists + len(reduce_list)

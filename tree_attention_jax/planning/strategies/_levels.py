@@ -29,7 +29,7 @@ class Seen(NamedTuple):
     partly: np.ndarray  # bool: some of the tile's rows do not see them
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen ones take three times as long to make
 class Levels:
     """The nodes that have rows, under a virtual root, level by level and depth-first within a level.
 
@@ -119,6 +119,7 @@ class Levels:
             child_begin.take(bounds[k], out=bounds[k + 1], mode="clip")  # they are in range; without a mode it is slow
         return bounds
 
+    @functools.cached_property
     def above(self) -> np.ndarray:
         """[N]: place among the inner nodes of each node's parent; 0 for the virtual root."""
         above = np.zeros(self.num_nodes, np.intp)

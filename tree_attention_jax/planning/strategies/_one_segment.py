@@ -83,7 +83,7 @@ def _segments_from_root(levels: Levels, nodes: NodeTokens, total: np.ndarray, ex
         first_below=below,
         sums=Sums(exact[0], exact[1], exact[2], np.full(count, nodes.tokens[1])),
         exact=exact,
-        token_sums=nodes.sums(),
+        token_sums=nodes.sums,
     )
 
 

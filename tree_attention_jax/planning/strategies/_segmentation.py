@@ -78,7 +78,7 @@ def _trace(table: SegmentTable, options: np.ndarray) -> np.ndarray:
     if last > 1 and levels.begin[2] == 2 and below_root[0] == 0 and from_root[1] == last - 1:
         return np.array([table.place(FROM, last - 1, 1)])
     chosen = options.argmin(axis=1)
-    inner, above_each = levels.inner, levels.above()
+    inner, above_each = levels.inner, levels.above
     above = above_each.take(inner)
     # How many levels the segment that a node is in goes on below it; if none, the one that begins right below it.
     left = np.full(len(inner), levels.depth)

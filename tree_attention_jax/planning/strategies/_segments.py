@@ -69,6 +69,7 @@ class NodeTokens(NamedTuple):
     tokens: np.ndarray  # with the idle ones of entries
     rows: np.ndarray
     extra: np.ndarray  # tokens * (rows - 1)
+    sums: np.ndarray  # float64 [N + 1]: prefix sums of the tokens
 
     @staticmethod
     def of(levels: Levels, unit: int) -> NodeTokens:
@@ -79,13 +80,9 @@ class NodeTokens(NamedTuple):
         tokens, rows = slots.astype(np.float32), levels.rows.astype(np.float32)
         extra = rows - 1
         extra *= tokens
-        return NodeTokens(tokens, rows, extra)
-
-    def sums(self) -> np.ndarray:
-        """float64 [N + 1]: prefix sums of the tokens."""
-        sums = np.zeros(len(self.tokens) + 1)
-        sums[1:] = self.tokens
-        return np.add.accumulate(sums, out=sums)
+        sums = np.zeros(len(tokens) + 1)
+        sums[1:] = tokens
+        return NodeTokens(tokens, rows, extra, np.add.accumulate(sums, out=sums))
 
 
 class SegmentTable(NamedTuple):
@@ -119,8 +116,8 @@ class SegmentTable(NamedTuple):
         top = np.concatenate([leaf, listed, listed])
         values = np.empty((levels.num_nodes, 2), np.float32)
         values[:, 0], values[:, 1] = nodes.tokens, nodes.extra
-        token_sums, sums = nodes.sums(), np.zeros((levels.num_nodes + 1, 2))
-        sums[:, 0], sums[1:, 1] = token_sums, nodes.extra
+        sums = np.zeros((levels.num_nodes + 1, 2))
+        sums[:, 0], sums[1:, 1] = nodes.sums, nodes.extra
         np.add.accumulate(sums[:, 1], out=sums[:, 1])
         listed_sums = levels.sum_down(sums).take(pairs, axis=0).astype(np.float32)
         exact = np.empty((4, len(top)), np.float32)
@@ -142,7 +139,7 @@ class SegmentTable(NamedTuple):
             first_below=len(top) - len(pairs),
             sums=Sums(rows=exact[0], total=exact[1], extra=exact[2], own=nodes.tokens.take(whole)),
             exact=exact,
-            token_sums=token_sums,
+            token_sums=nodes.sums,
         )
 
     def below(self, place: np.ndarray) -> np.ndarray:
