@@ -31,7 +31,10 @@ def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:
     """int32 [n + 1]: CSR offsets of groups with the given sizes."""
     offsets = np.empty(len(counts) + 1, np.int32)
     offsets[0] = 0
-    np.add.accumulate(counts, out=offsets[1:])  # np.cumsum, in half the time
+    if counts.dtype == np.int32:
+        np.add.accumulate(counts, out=offsets[1:])  # np.cumsum, in half the time
+    else:
+        offsets[1:] = np.add.accumulate(counts)
     return offsets
 
 
@@ -54,7 +57,7 @@ def ragged_places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     owner = np.arange(len(counts)).repeat(counts)
     nth = np.arange(len(owner), dtype=np.int32)
-    nth -= exclusive_cumsum(counts).take(owner)
+    nth -= exclusive_cumsum(counts)[:-1].repeat(counts)
     return owner, nth
 
 

@@ -169,6 +169,11 @@ class ShapeTable:
         return np.array([tile.mosaic for tile in self.tiles])
 
     @functools.cached_property
+    def launches_of_halves(self) -> np.ndarray:
+        """bool [2 * S]: launches that mask, of such shapes."""
+        return np.stack([np.zeros_like(self.two_halves), self.two_halves], axis=1).ravel()
+
+    @functools.cached_property
     def usual(self) -> int:
         """The shape that suits narrow tiles of about any length: of the fewest rows, with the most warps."""
         narrow = [index for index, tile in enumerate(self.tiles) if tile.rows == self.tiles[0].rows]

@@ -27,7 +27,17 @@ class Pieces(NamedTuple):
     reserve: np.ndarray  # token range is not filled yet
 
     def take(self, which: np.ndarray) -> Pieces:
-        return Pieces(*[column.take(which) for column in self])
+        tile, node, begin, end, masked, causal, reserve = self
+        taken = causal.take(which)
+        return Pieces(
+            tile.take(which),
+            node.take(which),
+            begin.take(which),
+            end.take(which),
+            masked.take(which),
+            taken,
+            taken if reserve is causal else reserve.take(which),  # both are the same where no piece is either
+        )
 
     @staticmethod
     def join(parts: list[Pieces]) -> Pieces:

@@ -251,6 +251,8 @@ _INTEGERS = (int, np.integer)
 
 
 def _require_integer(name: str, value: Any, least: int) -> None:
+    if type(value) is int and value >= least:
+        return
     if isinstance(value, bool) or not isinstance(value, _INTEGERS):
         raise TypeError(f"{name} is {value!r}: it must be an integer")
     if value < least:

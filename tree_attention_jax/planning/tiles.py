@@ -7,6 +7,8 @@ tensor cores rather than by loads.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 
@@ -37,6 +39,7 @@ def tile_class(rows: int, block_kv: int, warps: int, stages: int, unit: int, mos
     return TileClass(rows, max(block_kv, unit), unit, 0, warps, stages, mosaic)
 
 
+@functools.lru_cache(maxsize=64)
 def suits_mosaic(heads: Heads, unit: int) -> bool:
     """Whether the wide tile of Mosaic's kernels is one to choose: here it can run, and with two warpgroups."""
     widths = {heads.head_dim, heads.v_head_dim}

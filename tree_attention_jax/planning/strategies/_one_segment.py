@@ -81,7 +81,7 @@ def _segments_from_root(levels: Levels, nodes: NodeTokens, total: np.ndarray, ex
         first=span[:0],
         num_alone=1,
         first_below=below,
-        sums=Sums(exact[0], exact[1], exact[2], np.full(count, nodes.tokens[1])),
+        sums=Sums(exact[0], exact[1], exact[2], nodes.tokens[1:2].repeat(count)),
         exact=exact,
         token_sums=nodes.sums,
     )

@@ -47,7 +47,7 @@ def _options(table: SegmentTable, times: np.ndarray, partial: np.ndarray) -> np.
     leaf_partial = partial.take(leaf)
     leaf_partial[: levels.begin[2] - roots] = 0  # leaves that are roots
     leaf_partial += leaf_time
-    from_it, below_it = np.zeros((2, levels.num_nodes))
+    from_it, below_it = np.zeros(levels.num_nodes), np.zeros(levels.num_nodes)
     from_it[leaf] = leaf_partial
     # Prefix sums of the values, which start anew at each level: then sums over a level's stretch are differences.
     sums = np.zeros((2, levels.sums_size))
@@ -56,8 +56,9 @@ def _options(table: SegmentTable, times: np.ndarray, partial: np.ndarray) -> np.
         nodes, begin = slice(levels.begin[level + 1], levels.begin[level + 2]), levels.begin[level + 1] + level + 2
         into = slice(begin, begin + nodes.stop - nodes.start)
         np.add.accumulate(from_it[nodes], out=sums_from[into])
-        np.add.accumulate(below_it[nodes], out=sums_below[into])
         here = slice(levels.inner_begin[level], levels.inner_begin[level + 1])
+        if here.stop < levels.inner_begin[level + 2]:  # nothing is below leaves
+            np.add.accumulate(below_it[nodes], out=sums_below[into])
         reach, at = min(spans, depth - level), inner[here]
         under, options = flat.take(ends[:reach, :, here]), time[:, :reach, here]
         options += under[:, 1] - under[:, 0]

@@ -269,7 +269,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     row1 = row0 + step.take(owner)
     np.minimum(row1, levels.row_end.take(top).take(owner), out=row1)
     tiles, num_tiles = Tiles(row0, row1, owner), len(row0)
-    halved = (shapes.two_halves.take(kind) & (plans.launch & 1).astype(bool)).take(of_tile).nonzero()[0]
+    halved = shapes.launches_of_halves.take(plans.launch).take(of_tile).nonzero()[0]
     if len(halved):  # their halves are looked at along with the tiles
         tiles = _with_halves(tiles, halved, (step // 2).take(owner.take(halved)))
     seen = levels.nodes_of_tiles(tiles, top, table.below(segments), table.span.take(segments))
