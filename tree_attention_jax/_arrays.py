@@ -19,7 +19,7 @@ def as_int_vector(name: str, value: Any, length: int | None = None) -> np.ndarra
     if length is not None and len(array) != length:
         raise ValueError(f"{name} has {len(array)} entries where {length} are needed")
     vector = array.astype(np.int32)  # always a copy: the caller may go on changing theirs
-    if array.dtype.itemsize > 4 or array.dtype == np.uint32:
+    if array.dtype.itemsize > 4 or array.dtype.kind == "u":
         wide = vector != array
         if any_of(wide):
             index = int(np.argmax(wide))
@@ -80,4 +80,5 @@ def any_of(mask: np.ndarray) -> bool:
 
 
 def ceil_div(a: Any, b: Any) -> Any:
-    return -(-a // b)
+    """Of integers, ``b`` positive."""
+    return (a + (b - 1)) // b

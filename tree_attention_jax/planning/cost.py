@@ -231,8 +231,7 @@ def _masked_unit(problem: Problem) -> int:
     tree = problem.tree
     if problem.horizon:
         return problem.unit_for(tree.first_slot, tree.kv_len)
-    below = (tree.parent >= 0).nonzero()[0]
-    return problem.unit_for(tree.first_slot.take(below), tree.kv_len.take(below))
+    return problem.unit_for(tree.first_slot, tree.kv_len * (tree.parent >= 0))
 
 
 @functools.lru_cache(maxsize=64)

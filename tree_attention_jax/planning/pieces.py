@@ -57,15 +57,15 @@ def cut_into_pieces(problem: Problem, tiling: Tiling) -> Pieces:
         tile, node, begin, end, low, high, first, last = (
             x[touched] for x in (tile, node, begin, end, low, high, first, last)
         )
-    old = layout.old_len.take(node)
+    all_old = layout.old_len is problem.tree.kv_len  # no node has several new tokens
+    old = end if all_old else layout.old_len.take(node)
     if problem.sliding_window is not None and len(tile):
         begin = _trim_to_window(problem, tiling, tile, node, begin, end)
     masked = low > first
     masked |= last > high
     no = np.zeros(len(tile), bool)
-    parts = [Pieces(tile, node, begin, np.minimum(end, old), masked, no, no)]
-    fresh = (end > old).nonzero()[0]
-    if len(fresh):
+    parts = [Pieces(tile, node, begin, end if all_old else np.minimum(end, old), masked, no, no)]
+    if not all_old and len(fresh := (end > old).nonzero()[0]):
         tile, node, low, old, first, last = (x[fresh] for x in (tile, node, low, old, first, last))
         begin, end = np.maximum(begin[fresh], old), end[fresh]
         seen_by_all = np.clip(np.where(masked[fresh], begin, old + first - low + 1), begin, end)

@@ -47,7 +47,7 @@ def masked_tokens(own: np.ndarray, tiles: np.ndarray, walked: np.ndarray) -> np.
     masked = own * tiles
     np.subtract(walked, masked, out=masked)
     np.maximum(masked, 0, out=masked)
-    masked *= np.float32(MASKED_SHARE)
+    masked *= MASKED_SHARE
     return masked
 
 
@@ -179,7 +179,7 @@ def segment_times(problem: Problem, shapes: ShapeTable, table: SegmentTable) -> 
     joined = masked_tokens(sums.own[alone:], tiles[:, alone:], walked[:, alone:])
     np.multiply(walked[:, alone:], costs.token_us, out=work[:, alone:])
     for shape, us in zip(costs.halved.tolist(), costs.one_sided_us.tolist()):
-        share = one_sided(sums.rows[alone:], costs.queries[shape], tiles[shape, alone:])
+        share = one_sided(sums.rows[alone:], float(costs.queries[shape, 0]), tiles[shape, alone:])
         share *= us
         share *= joined[shape]
         work[shape, alone:] += share
@@ -187,10 +187,10 @@ def segment_times(problem: Problem, shapes: ShapeTable, table: SegmentTable) -> 
     work[:, alone:] += joined
     tiles *= costs.tile_us
     work += tiles
-    memory = sums.total * np.float32(width / problem.profile.bytes_per_us)
+    memory = sums.total * (width / problem.profile.bytes_per_us)
     time = np.maximum(work, memory)
     np.minimum(work, memory, out=work)
-    work *= np.float32(OVERLAP)
+    work *= OVERLAP
     time += work
-    walked *= np.float32(width / problem.profile.l2_bytes_per_us)
+    walked *= width / problem.profile.l2_bytes_per_us
     return np.maximum(time, walked, out=time)
