@@ -54,7 +54,7 @@ class Layout:
         kv_len, q_len, children = tree.kv_len, tree.q_len, tree.num_children
         row_begin, rows, path = _intervals(tree.parent, children, q_len, kv_len)
         position = path.astype(np.int32)
-        query_node, old_len = q_len.nonzero()[0], kv_len
+        query_node, old_len = (q_len > 0).nonzero()[0], kv_len
         nth: np.ndarray | int = 0
         num_rows = int(np.add.reduce(q_len))
         if len(query_node) < num_rows:

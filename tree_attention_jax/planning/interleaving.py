@@ -23,11 +23,13 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
     halves = [tile.queries_per_tile(group) // 2 if tile.mosaic else 0 for tile in tiling.tiles]
     if not any(halves):
         return pieces
-    half = np.array(halves, np.int32).take(tiling.tile).take(pieces.tile)
-    turns = pieces.masked & ~pieces.reserve & (half > 0)
+    turns = pieces.masked & ~pieces.reserve if problem.horizon else pieces.masked
+    if not all(halves):
+        turns = turns & (np.array(halves) > 0).take(tiling.tile).take(pieces.tile)
     which = turns.nonzero()[0]
     tile, node = pieces.tile.take(which), pieces.node.take(which)
-    middle = tiling.row_begin.take(tile) + half.take(which)
+    middle = tiling.row_begin + np.array(halves, np.int32).take(tiling.tile)
+    middle = middle.take(tile)
     second = problem.layout.row_begin.take(node) >= middle
     only_one = second | (problem.layout.row_end.take(node) <= middle)
     # Three lists of entries a tile: of both halves, of the first, of the second. Where in its list a piece begins:

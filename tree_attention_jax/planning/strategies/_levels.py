@@ -80,7 +80,8 @@ class Levels:
         node[1:] = order
         children = children[1:].take(node)
         children[0] = counts[0]
-        inner, leaf = children.nonzero()[0], (children == 0).nonzero()[0]
+        is_leaf = children == 0
+        inner, leaf = (~is_leaf).nonzero()[0], is_leaf.nonzero()[0]  # faster of bools than of integers
 
         def with_root(root: int, values: np.ndarray) -> np.ndarray:
             out = values.take(node)
