@@ -42,13 +42,9 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     start = problem.tree.first_slot.take(pieces.node) + pieces.begin
     units = (problem.unit, problem.unit) if tiling.uniform else _units(problem, pieces, border, start)
     repeats = _repeats(pieces, border, num_tiles)
+    plain_entries, masked_entries = _expand(problem, pieces, border, start, units, num_tiles, repeats)
     if repeats is None:
-        return *_expand(problem, pieces, border, start, units, num_tiles), units
-    once = np.ones(len(start), bool)
-    np.logical_not(repeats.take(pieces.tile[:border]), out=once[:border])
-    once = once.nonzero()[0]
-    border -= len(start) - len(once)
-    plain_entries, masked_entries = _expand(problem, pieces.take(once), border, start.take(once), units, num_tiles)
+        return plain_entries, masked_entries, units
     same_as = np.arange(num_tiles)
     same_as *= ~repeats
     np.maximum.accumulate(same_as, out=same_as)
@@ -95,9 +91,15 @@ def _repeats(pieces: Pieces, num_plain: int, num_tiles: int) -> np.ndarray | Non
 
 
 def _expand(
-    problem: Problem, pieces: Pieces, num_plain: int, start: np.ndarray, units: tuple[int, int], num_tiles: int
+    problem: Problem,
+    pieces: Pieces,
+    num_plain: int,
+    start: np.ndarray,
+    units: tuple[int, int],
+    num_tiles: int,
+    repeats: np.ndarray | None,
 ) -> tuple[Entries, Entries]:
-    """Entries of the first ``num_plain`` pieces, and of the others.
+    """Entries of the first ``num_plain`` pieces, but for tiles whose plain ones are repeated, and of the others.
 
     What does not change within a piece is worked out for the pieces, of which there are few, and then spread.
     """
@@ -110,6 +112,8 @@ def _expand(
         # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
         chunk0 = np.where(pieces.reserve, ceil_div(start, unit), chunk0)
     counts = ceil_div(stop, unit) - chunk0
+    if repeats is not None:
+        counts[:num_plain] *= ~repeats.take(pieces.tile[:num_plain])
     upto = exclusive_cumsum(counts)
     border = int(upto[num_plain])
     chunk = np.arange(upto[-1], dtype=np.int32)
