@@ -118,7 +118,8 @@ def _expand(
     border = int(upto[num_plain])
     chunk = np.arange(upto[-1], dtype=np.int32)
     chunk += (chunk0 - upto[:-1]).repeat(counts)
-    none = piece = np.zeros(0, np.int32)
+    none: np.ndarray = np.zeros(0, np.int32)
+    piece = none
     if problem.horizon:
         piece = np.arange(len(counts)).repeat(counts)
         order = _with_reserves_last(pieces, piece, chunk)

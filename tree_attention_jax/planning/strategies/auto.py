@@ -179,7 +179,8 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     if single:
         first = place = whose = owner
         launch += can_mask
-        written, in_all = sums.rows.astype(np.float64), np.maximum(walked, 1)
+        written: np.ndarray = sums.rows.astype(np.float64)
+        in_all = np.maximum(walked, 1)
     else:
         written = np.bincount(owner, sums.rows)
         usual = np.bincount(owner, ~usual) == 0
