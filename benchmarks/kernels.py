@@ -2,24 +2,30 @@
 
     python -m benchmarks.kernels --suite fasttree --peers flashinfer,jax,fasttree=PATH,deft=PATH --wall --json --plot
     python -m benchmarks.kernels --suite verify --strategies auto,auto@pallas_triton,per_query
+    for suite in odd decode long; do python -m benchmarks.kernels --suite $suite --json --lock /tmp/gpu & done; wait
 
 All run in this process on the same data. Kernel times are from CUPTI, summed over a call and divided by its layers;
 each layer has K/V of its own, more than 400 MB in all, so the L2 is cold as in a decoder. Planning is outside. Whole
 calls (``--wall``) are queued back to back: JAX's (ours too) as XLA runs a jit in which each layer takes the last one's
 result, PyTorch's as a CUDA graph of all layers. A peer that cannot run, or computes something else, is recorded with
 the reason; it stops nothing.
+
+Most of a run is compilation, which holds Python's lock: ``--lock`` lets several processes compile at a time, while one
+after the other measures.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -61,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         if path:
             path.write_text(json.dumps(report, indent=1) + "\n")
 
-    with _Progress(len(chosen)) as progress, ThreadPoolExecutor(args.jobs) as pool:
+    with _Progress(len(chosen)) as progress, ThreadPoolExecutor(args.jobs) as pool, ExitStack() as stack:
         jobs = [
             [
                 (s, pool.submit(_compile, cell, s, args.wall))
@@ -73,6 +79,11 @@ def main(argv: list[str] | None = None) -> int:
         progress("compiling")
         for job in (job for cell_jobs in jobs for _, job in cell_jobs):
             job.exception()  # whole calls are timed on an idle host
+        if args.lock:
+            progress("waiting for the GPU")
+            stack.enter_context(_alone(args.lock))
+        if jax.default_backend() == "gpu":
+            report["copy_bytes_per_us"] = round(harness.copy_rate())
         for cell, cell_jobs in zip(chosen, jobs):
             progress(cell.label)
             peers = [peer for peer in args.peers if (key_of(_named(cell)), peer.name) not in done]
@@ -102,6 +113,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--wall", action="store_true", help="also time whole calls, queued back to back")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilations at a time")
+    parser.add_argument("--lock", type=Path, help="a file: of all processes that name it, one at a time measures")
     parser.add_argument(
         "--json", type=Path, nargs="?", const=RESULTS, help="write the results to benchmarks/results/, or to this file"
     )
@@ -141,11 +153,19 @@ def _result_path(args: argparse.Namespace) -> Path | None:
 def _start(args: argparse.Namespace, path: Path | None) -> dict[str, Any]:
     """An empty report, or the one to resume."""
     report = {"environment": harness.environment(), "suite": args.suite, "rows": [], "peers": []}
-    report["copy_bytes_per_us"] = round(harness.copy_rate()) if jax.default_backend() == "gpu" else None
+    report["copy_bytes_per_us"] = None
     if not (args.resume and path and path.is_file()):
         return report
     before = json.loads(path.read_text())
     return {**report, "rows": before["rows"], "peers": before.get("peers", [])}
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While no other process is, by the lock of a file; it goes with the process, however that ends."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _compile(cell: Cell, strategy: str, wall: bool) -> tuple[ta.TreePlan, Any, float, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
+import threading
 import types
 
 import jax
@@ -125,6 +127,23 @@ def test_a_strategy_that_cannot_plan_is_recorded(program, monkeypatch):
     code, report = program("--only", "draft", "--strategies", "per_node,auto")
     assert code == 1
     assert [row.get("failed") for row in report["rows"]] == ["MemoryError: too many items", None]
+
+
+def test_measures_only_while_it_has_the_lock(program, monkeypatch, tmp_path):
+    """It compiles while another process has it."""
+    compiled, measured, compile_it, measure = threading.Event(), threading.Event(), kernels._compile, harness.make_data
+    monkeypatch.setattr(kernels, "_compile", lambda *job: [compile_it(*job), compiled.set()][0])
+    monkeypatch.setattr(harness, "make_data", lambda *told: [measured.set(), measure(*told)][1])
+    lock = tmp_path / "lock"
+    run = threading.Thread(target=program, args=("--only", "draft", "--lock", str(lock)))
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        run.start()
+        assert compiled.wait(60)
+        assert not measured.wait(0.5)
+    run.join(60)
+    assert measured.is_set()
+    assert not run.is_alive()
 
 
 def test_resume_adds_what_is_missing(program):
