@@ -18,7 +18,7 @@ from toy_model import ToyModel, run
 
 from tree_attention_jax.cache import OutOfPages
 from tree_attention_jax.search import BeamSearch, BestOfN, Decision, SpeculativeVerify, TreeDecoder
-from tree_attention_jax.search.loops import Sampling, sample_tokens
+from tree_attention_jax.search.loops import Sampling, sample_tokens, strides
 from tree_attention_jax.search.step_statistics import StepStatistics, kv_tokens
 from tree_attention_jax.topology import TokenTree
 
@@ -125,11 +125,12 @@ def host_samples(prompt, n, max_new_tokens, sampling, eos, seed):
 
 
 @pytest.mark.parametrize(
-    ("sampling", "horizon"),
-    [(Sampling(0.0), 4), (Sampling(1.3), 16), (Sampling(1.0, 0.7), 1)],
-    ids=["greedy", "hot", "top-p"],
+    ("sampling", "horizon", "stride"),
+    [(Sampling(0.0), 4, 1), (Sampling(1.3), 16, 1), (Sampling(1.0, 0.7), 1, 1), (Sampling(1.3), 12, 8)],
+    ids=["greedy", "hot", "top-p", "in strides of 6"],
 )
-def test_blocks_give_the_tokens_of_single_steps(sampling, horizon):
+def test_blocks_give_the_tokens_of_single_steps(sampling, horizon, stride, monkeypatch):
+    monkeypatch.setattr(strides, "longest_stride", lambda: stride)  # as on a GPU; no two cases share a program
     n, length, eos = 4, 11, (7, 1)
     wanted = host_samples(PROMPT, n, length, sampling, eos, seed=5)
     decoder = make_decoder()

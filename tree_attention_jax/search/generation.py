@@ -168,29 +168,28 @@ class _Run:
             decoder._record(flying.tree, steps, flying.planned, flying.dispatched, block)
         by_sequence = {int(sequence): row for row, sequence in enumerate(flying.sequences)}
         running = self.running
-        ended = np.zeros(running.size, bool)
-        decoder.tree.commit()  # of the tokens that were pending when the block began
-        for at, i in enumerate(running.tolist()):
-            new = tokens[by_sequence[i]]
-            count = int((new >= 0).sum())
+        rows = [by_sequence[i] for i in running.tolist()]
+        grown, log_probs = tokens[rows].reshape(-1, self.horizon), log_probs[rows].reshape(-1, self.horizon)
+        counts = (grown >= 0).sum(axis=1)
+        for i, count, new, scores in zip(running.tolist(), counts.tolist(), grown, log_probs):
             self.tokens[i] += new[:count].tolist()
-            self.log_probs[i] += log_probs[by_sequence[i], :count].tolist()
-            ended[at] = count < self.horizon or self._is_over(i)
-            if ended[at] and count > 1:
-                decoder.tree.append(int(self.leaves[i]), new[: count - 1])
+            self.log_probs[i] += scores[:count].tolist()
+        ended = np.array([count < self.horizon or self._is_over(i) for i, count in zip(running.tolist(), counts)], bool)
+        decoder.tree.commit()  # of the tokens that were pending when the block began
         self._retire(ended)
-        grown = tokens[[by_sequence[i] for i in self.running.tolist()]].reshape(-1, self.horizon)
-        leaves = self.leaves[self.running]
-        if leaves.size and self.horizon > 1:
-            decoder.tree.append(leaves, grown[:, :-1])
+        # All but the last token of each, which has no K/V yet: those of one length in one call.
+        for count in np.unique(counts):
+            if count > 1:
+                decoder.tree.append(self.leaves[running[counts == count]], grown[counts == count, : count - 1])
+        leaves, grown = self.leaves[self.running], grown[~ended]
         decoder.tree.commit()
         if leaves.size:
             decoder.tree.append(leaves, grown[:, -1])
 
     def finish(self):
         """Appends the last tokens, and gathers what was generated."""
-        for i, token in self.last.items():
-            self.decoder.tree.append(int(self.leaves[i]), token)
+        if self.last:
+            self.decoder.tree.append(self.leaves[list(self.last)], np.array(list(self.last.values())))
         return [
             Generated(np.array(tokens, np.int32), np.array(log_probs, np.float32), tokens[-1] in self.eos)
             for tokens, log_probs in zip(self.tokens, self.log_probs)

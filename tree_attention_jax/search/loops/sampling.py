@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from tree_attention_jax.planning.plan import TreePlan
 from tree_attention_jax.search.loops.paths import for_loops
+from tree_attention_jax.search.loops.strides import while_in_strides
 
 __all__ = ["Rows", "Sampling", "first_tokens", "is_any_of", "sample_block", "sample_tokens", "scaled_log_probs"]
 
@@ -138,6 +139,9 @@ def sample_block(
 ) -> tuple[Block, Rows, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Up to `horizon` tokens for every sequence, in one `lax.while_loop` that ends early when all have ended.
 
+    Whether they have is looked at every few steps, as the device waits for the host then (`while_in_strides`): 8, or
+    what divides `horizon`.
+
     Args:
         model: as `models.Llama`: ``model(tokens, k_pages, v_pages, plan) -> logits, k_pages, v_pages``.
         k_pages, v_pages: one array a layer. Donated: use those returned.
@@ -173,5 +177,5 @@ def sample_block(
     tokens = jnp.full((size, horizon), -1, jnp.int32)
     log_probs = jnp.zeros((size, horizon), jnp.float32)
     start = (jnp.int32(0), rows, plan, tuple(k_pages), tuple(v_pages), tokens, log_probs)
-    step, rows, _, k_pages, v_pages, tokens, log_probs = jax.lax.while_loop(goes_on, one_step, start)
+    step, rows, _, k_pages, v_pages, tokens, log_probs = while_in_strides(goes_on, one_step, start, horizon)
     return Block(tokens, log_probs, step), rows, k_pages, v_pages

@@ -1,0 +1,41 @@
+"""A `lax.while_loop` that looks at its condition only now and then.
+
+To know whether a `while_loop` goes on, XLA's host waits for the GPU after each step, and only then launches the next
+one: a step of 32 layers is a CUDA graph of 500 kernels, and the GPU idles for a millisecond until it begins. How often
+a `fori_loop` with constant bounds goes round is known beforehand, so its steps are launched ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+__all__ = ["longest_stride", "while_in_strides"]
+
+# Of so many steps, half are taken in vain on average when a loop ends early.
+GPU_STRIDE = 8
+
+
+def longest_stride() -> int:
+    """Steps between two looks at the condition: 1 where the host need not wait for the device."""
+    return 1 if jax.default_backend() == "cpu" else GPU_STRIDE
+
+
+def while_in_strides(
+    goes_on: Callable[[Any], jax.Array], one_step: Callable[[Any], Any], start: Any, most: int
+) -> Any:
+    """``lax.while_loop(goes_on, one_step, start)``, in strides of up to `longest_stride` steps.
+
+    one_step: it may be called some times more after ``goes_on`` is False, and must change nothing that counts then.
+    most: steps that there can be at all. There are never more calls than that, as the stride divides it.
+    """
+    stride = max(n for n in range(1, longest_stride() + 1) if max(most, 1) % n == 0)
+    if stride == 1:
+        return jax.lax.while_loop(goes_on, one_step, start)
+
+    def one_stride(carry: Any) -> Any:
+        return jax.lax.fori_loop(0, stride, lambda _, carry: one_step(carry), carry)
+
+    return jax.lax.while_loop(goes_on, one_stride, start)
