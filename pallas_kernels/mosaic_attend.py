@@ -25,7 +25,7 @@ from pallas_kernels.mosaic_clean import clean
 from pallas_kernels.mosaic_geometry import WARPGROUP_ROWS, Geometry
 from pallas_kernels.mosaic_load import Shared, bring_rows
 from pallas_kernels.mosaic_products import Products
-from pallas_kernels.mosaic_rows import read_rows
+from pallas_kernels.mosaic_rows import take_rows
 from pallas_kernels.mosaic_store import Outputs, pad, store
 from pallas_kernels.mosaic_tokens import (
     Entries,
@@ -139,10 +139,9 @@ def _masked_steps(shared, warpgroup, work, step, rows, carry, *, geo, **common):
 def _take_queries(shared: Shared, warpgroup: Scalar, geo: Geometry) -> None:
     """Move this warpgroup's query rows to where, and into the order in which, the matrix units read them."""
     plgpu.barrier_wait(shared.raw_full)
-    rows = read_rows(shared.raw.at[warpgroup], geo)
     if geo.queries_staged:  # the last pass's outputs leave from the same memory
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    shared.queries[warpgroup] = rows
+    take_rows(shared.raw.at[warpgroup], shared.queries.at[warpgroup], geo)
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.raw_free)
 

@@ -58,6 +58,8 @@ class Geometry:
         box: rows that one copy of queries or outputs moves: heads of one query, side by side in memory.
         live_boxes: how many of a warpgroup's boxes an item can fill, rounded up to a power of two.
         queries_staged: outputs wait for their copies in the memory of the queries, which no one reads any more then.
+        staged_apart: partials and final outputs wait in memory of their own: a warpgroup's part of one would overlap
+            another's part of the other, which may be a pass behind.
         block: tokens a step; ``stages``: steps in flight.
         part: tokens of a step that are loaded, and given back, at a time.
         unit: slots that an entry is copied with, at least 8; ``entries``: entries a step.
@@ -74,6 +76,7 @@ class Geometry:
     box: int
     live_boxes: int
     queries_staged: bool
+    staged_apart: bool
     block: int
     part: int
     stages: int
@@ -158,6 +161,7 @@ def geometry(shape: lo.WorkShape, tile: lo.TileClass, simulated: bool = False) -
     box = math.gcd(heads, group, WARPGROUP_ROWS)
     # Where there is no room for more; only where a warpgroup's part of it is the same memory whatever it holds.
     queries_staged = consumers > 1 and 2 * shape.head_dim == 2 * shape.v_head_dim == STAGED_BYTES
+    staged_apart = consumers > 1 and 2 * shape.v_head_dim < STAGED_BYTES
     return Geometry(
         consumers=consumers,
         group=group,
@@ -169,9 +173,10 @@ def geometry(shape: lo.WorkShape, tile: lo.TileClass, simulated: bool = False) -
         box=box,
         live_boxes=1 << (-(-min(tile.queries_per_tile(group) * heads, WARPGROUP_ROWS) // box) - 1).bit_length(),
         queries_staged=queries_staged and not simulated,
+        staged_apart=staged_apart or simulated,  # which takes parts of two views for the same part
         block=block,
         part=min(block, PART) if tile.masked else block,
-        stages=SIMULATED_STAGES if simulated else _stages(shape, rows, block, queries_staged),
+        stages=SIMULATED_STAGES if simulated else _stages(shape, rows, block, queries_staged, staged_apart),
         unit=max(tile.unit, SMALLEST_COPY),
         simulated=simulated,
     )
@@ -185,10 +190,10 @@ def lse_copies(shape: lo.WorkShape) -> int:
     return COPY_BYTES // 4 // math.gcd(shape.group, 4)
 
 
-def _stages(shape: lo.WorkShape, rows: int, block: int, queries_staged: bool) -> int:
+def _stages(shape: lo.WorkShape, rows: int, block: int, queries_staged: bool, staged_apart: bool) -> int:
     """As many steps in flight as shared memory holds beside queries (as loaded, and as multiplied) and outputs."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
-    staged = 0 if queries_staged else STAGED_BYTES
+    staged = 0 if queries_staged else STAGED_BYTES + staged_apart * itemsize * shape.v_head_dim
     fixed = rows * (2 * shape.head_dim * itemsize + staged + 4 * lse_copies(shape))
     stage = block * (shape.head_dim + shape.v_head_dim) * itemsize + 2 * META_WORDS * 4
     return min(MAX_STAGES, (SHARED_BYTES - fixed) // stage)

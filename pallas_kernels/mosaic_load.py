@@ -63,10 +63,14 @@ class Shared(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """Two views of the same bytes: float32 ``partial`` and ``out`` in q's type, [consumers, boxes, box, columns]."""
+    """Rows on their way out: float32 ``partial`` ones, and ``final`` ones in q's type.
 
-    partial: Any
-    out: Any
+    Each is two views of the same bytes: [consumers, boxes, box, columns] as the copies take them, and swizzled
+    [consumers, 64, columns] (see :mod:`.mosaic_rows`; None in the simulator).
+    """
+
+    partial: tuple[Any, Any]
+    final: tuple[Any, Any]
 
 
 def barriers(geo: Geometry) -> tuple[Any, ...]:

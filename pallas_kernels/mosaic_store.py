@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import layout as lo
 from pallas_kernels.mosaic_geometry import WARPGROUP_ROWS, Geometry
 from pallas_kernels.mosaic_load import Shared, for_each_box
-from pallas_kernels.mosaic_rows import write_rows
+from pallas_kernels.mosaic_rows import put_rows
 from pallas_kernels.mosaic_work import Scalar, Work, div
 from pallas_kernels.options import LOG2E
 
@@ -48,14 +48,15 @@ def store(
     """
 
     def write(final: bool) -> None:
-        staged = shared.staged.out if final else shared.staged.partial
+        staged, swizzled = shared.staged.final if final else shared.staged.partial
         target, lse_target = (outputs.out, outputs.lse) if final else (outputs.partial_out, outputs.partial_lse)
         _stage_lse(shared, warpgroup, lse2 / LOG2E if final else lse2, geo)
         width = staged.shape[-1]
         for column in range(0, out.shape[1], width):
             if column:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            write_rows(staged.at[warpgroup], out[:, column : column + width].astype(staged.dtype), geo)
+            by_way_of = swizzled if swizzled is None else swizzled.at[warpgroup]
+            put_rows(staged.at[warpgroup], by_way_of, out[:, column : column + width].astype(staged.dtype), geo)
             plgpu.commit_smem()
 
             def leave(here: Any, boxes: Any, column: int = column) -> None:
@@ -78,7 +79,8 @@ def store(
 
 
 def _stage_lse(shared: Shared, warpgroup: Scalar, lse: jax.Array, geo: Geometry) -> None:
-    write_rows(shared.lse.at[warpgroup], lax.broadcast_in_dim(lse, (WARPGROUP_ROWS, geo.lse_copies), [0]), geo)
+    copies = lax.broadcast_in_dim(lse, (WARPGROUP_ROWS, geo.lse_copies), [0])
+    put_rows(shared.lse.at[warpgroup], None, copies, geo)
 
 
 def pad(
@@ -101,9 +103,9 @@ def pad(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         never = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         _stage_lse(shared, warpgroup, never, geo)
-        staged = shared.staged.out
+        staged, _ = shared.staged.final
         nothing = jnp.zeros((WARPGROUP_ROWS, staged.shape[-1]), staged.dtype)
-        write_rows(staged.at[0], plgpu.layout_cast(nothing, plgpu.Layout.WGMMA), geo)
+        put_rows(staged.at[0], None, plgpu.layout_cast(nothing, plgpu.Layout.WGMMA), geo)
         plgpu.commit_smem()
 
         def query(i: Scalar, carry: None) -> None:

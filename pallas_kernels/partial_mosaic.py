@@ -30,6 +30,7 @@ from pallas_kernels.mosaic_geometry import (
 )
 from pallas_kernels.mosaic_load import Shared, Staged, barriers, produce
 from pallas_kernels.mosaic_products import PLAIN, WGMMA
+from pallas_kernels.mosaic_rows import swizzled
 from pallas_kernels.mosaic_store import Outputs
 from pallas_kernels.options import Options
 
@@ -136,12 +137,9 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, grid, shape, geo, opt
     masked = shape.launches[index].tile.masked
 
     def run(rows, raw, queries_and_staged, lse, keys, values, *others):
-        if geo.queries_staged:
-            queries, *staged = queries_and_staged
-        else:
-            queries, staged = queries_and_staged
+        queries, staged = _views(queries_and_staged, geo)
         values, lines = (values, None) if geo.simulated else values
-        shared = Shared(rows, raw, queries, Staged(*staged), lse, keys, values, lines, *others)
+        shared = Shared(rows, raw, queries, staged, lse, keys, values, lines, *others)
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         common = {"index": index, "grid": grid, "shape": shape, "geo": geo}
 
@@ -172,26 +170,50 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, index, grid, shape, geo, opt
 
 def _scratch(shape: lo.WorkShape, geo: Geometry, dtype: Any) -> list[Any]:
     """The arrays of :class:`Shared`. What the matrix units read is tiled and swizzled as they expect it."""
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-
-    def boxes(width: int, dtype: Any) -> Any:
-        return plgpu.SMEM((geo.consumers, geo.boxes, geo.box, width), dtype)
-
-    queries = plgpu.SMEM((geo.consumers, WARPGROUP_ROWS, shape.head_dim), dtype, transforms=tiled)
-    staged = [boxes(min(STAGED_BYTES // jnp.dtype(x).itemsize, shape.v_head_dim), x) for x in (jnp.float32, dtype)]
-    values = plgpu.SMEM((geo.stages, geo.block, shape.v_head_dim), dtype, transforms=tiled)
-    shared: Any
-    if geo.queries_staged:
-        shared = plgpu.RefUnion(queries, *staged)
-    else:
-        # The simulator takes views of different parts of a union for views of the same part.
-        shared = [queries, staged if geo.simulated and geo.consumers > 1 else plgpu.RefUnion(*staged)]
+    values = swizzled((geo.stages, geo.block, shape.v_head_dim), dtype)
     return [
         plgpu.SMEM((2, max(geo.row_words, COPY_BYTES // 4)), jnp.int32),
-        boxes(shape.head_dim, dtype),
-        shared,
-        boxes(geo.lse_copies, jnp.float32),
-        plgpu.SMEM((geo.stages, geo.block, shape.head_dim), dtype, transforms=tiled),
+        _boxes(geo, shape.head_dim, dtype),
+        _queries_and_staged(shape, geo, dtype),
+        _boxes(geo, geo.lse_copies, jnp.float32),
+        swizzled((geo.stages, geo.block, shape.head_dim), dtype),
         values if geo.simulated else plgpu.RefUnion(values, lines_like(geo, shape.v_head_dim)),
         plgpu.SMEM((geo.slots, META_WORDS), jnp.int32),
     ]
+
+
+def _boxes(geo: Geometry, width: int, dtype: Any) -> Any:
+    return plgpu.SMEM((geo.consumers, geo.boxes, geo.box, width), dtype)
+
+
+def _queries_and_staged(shape: lo.WorkShape, geo: Geometry, dtype: Any) -> Any:
+    """The queries, and what :class:`Staged` has: :func:`_views` tells them apart."""
+    queries = swizzled((geo.consumers, WARPGROUP_ROWS, shape.head_dim), dtype)
+
+    def views(dtype: Any) -> tuple[Any, Any]:
+        width = min(STAGED_BYTES // jnp.dtype(dtype).itemsize, shape.v_head_dim)
+        return _boxes(geo, width, dtype), swizzled((geo.consumers, WARPGROUP_ROWS, width), dtype)
+
+    partial, final = views(jnp.float32), views(dtype)
+    if geo.simulated:
+        return [queries, partial[0], final[0]]
+    if geo.queries_staged:
+        return plgpu.RefUnion(*partial, final[0], queries)
+    if geo.staged_apart:
+        return [queries, plgpu.RefUnion(*partial), plgpu.RefUnion(*final)]
+    return [queries, plgpu.RefUnion(*partial, *final)]
+
+
+def _views(refs: Any, geo: Geometry) -> tuple[Any, Staged]:
+    """Queries and :class:`Staged` from the references to :func:`_queries_and_staged`."""
+    if geo.simulated:
+        queries, partial, final = refs
+        return queries, Staged((partial, None), (final, None))
+    if geo.queries_staged:
+        *partial, final, queries = refs
+        return queries, Staged(tuple(partial), (final, queries))
+    if geo.staged_apart:
+        queries, partial, final = refs
+        return queries, Staged(partial, final)
+    queries, (*partial, boxes, by_way_of) = refs
+    return queries, Staged(tuple(partial), (boxes, by_way_of))
