@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_geometry import WARPGROUP_ROWS, Geometry
+from pallas_kernels.mosaic_geometry import Geometry
 
 SWIZZLE = 128
 TILE_ROWS = 8

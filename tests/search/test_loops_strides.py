@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+
 from tree_attention_jax.search.loops import strides
 from tree_attention_jax.search.loops.strides import while_in_strides
 
@@ -35,4 +36,6 @@ def test_a_stride_has_a_known_number_of_steps(monkeypatch):
     """What XLA launches ahead is a loop with constant bounds: a `scan` in JAX's own language."""
     monkeypatch.setattr(strides, "longest_stride", lambda: 8)
     text = str(jax.make_jaxpr(lambda: while_in_strides(lambda i: i < 3, lambda i: i + 1, jnp.int32(0), 16))())
-    assert text.count("while[") == 1 and "scan[" in text and "length=8" in text
+    assert text.count("while[") == 1
+    assert "scan[" in text
+    assert "length=8" in text

@@ -8,12 +8,13 @@ a `fori_loop` with constant bounds goes round is known beforehand, so its steps 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 
 __all__ = ["longest_stride", "while_in_strides"]
 
+Carry = TypeVar("Carry")
 # Of so many steps, half are taken in vain on average when a loop ends early.
 GPU_STRIDE = 8
 
@@ -24,8 +25,8 @@ def longest_stride() -> int:
 
 
 def while_in_strides(
-    goes_on: Callable[[Any], jax.Array], one_step: Callable[[Any], Any], start: Any, most: int
-) -> Any:
+    goes_on: Callable[[Carry], jax.Array], one_step: Callable[[Carry], Carry], start: Carry, most: int
+) -> Carry:
     """``lax.while_loop(goes_on, one_step, start)``, in strides of up to `longest_stride` steps.
 
     one_step: it may be called some times more after ``goes_on`` is False, and must change nothing that counts then.
@@ -35,7 +36,7 @@ def while_in_strides(
     if stride == 1:
         return jax.lax.while_loop(goes_on, one_step, start)
 
-    def one_stride(carry: Any) -> Any:
+    def one_stride(carry: Carry) -> Carry:
         return jax.lax.fori_loop(0, stride, lambda _, carry: one_step(carry), carry)
 
     return jax.lax.while_loop(goes_on, one_stride, start)
