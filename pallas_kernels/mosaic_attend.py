@@ -218,17 +218,19 @@ def _masked_step(
     """One step that some rows see, part after part; ``span``: this warpgroup's rows."""
     stage = rem(step, geo.stages)
     queries = shared.queries.at[warpgroup]
-    for part in range(geo.parts):
-        slot, begin = stage * geo.parts + part, pl.ds(part * geo.part, geo.part)
+
+    def attend(part: Scalar, softmax: Any) -> Any:
+        slot = stage * geo.parts + part
+        begin = pl.ds(pl.multiple_of(part * geo.part, geo.part), geo.part)
         first, left = listed[0] + part * geo.part_entries * lo.MASKED_SIZE, listed[1] - part * geo.part_entries
         plgpu.barrier_wait(shared.keys_full.at[slot])
         entries = read_entries(shared.meta, slot, first, left, geo.part_entries, True, geo)
         full = all_filled(entries, geo)
         some, every = seen_by_some_or_all(entries, *span)
 
-        def look(*softmax: jax.Array, begin=begin, entries=entries, full=every & full) -> Any:
+        def look(*softmax: jax.Array) -> Any:
             logits = products.scores(queries, shared.keys.at[stage, begin], lambda: None)
-            logits = _masked(logits, rows, entries, full, True, folded, geo, options)
+            logits = _masked(logits, rows, entries, every & full, True, folded, geo, options)
             weight, *goes_on = _go_on(logits, softmax, factor)
             return weight.astype(shared.values.dtype), *goes_on
 
@@ -241,12 +243,14 @@ def _masked_step(
         plgpu.barrier_arrive(shared.keys_free.at[slot])
         plgpu.barrier_wait(shared.values_full.at[slot])
 
-        def add(out: jax.Array, weight=weight, begin=begin) -> jax.Array:
+        def add(out: jax.Array) -> jax.Array:
             return products.accumulate(out, weight, shared.values.at[stage, begin])
 
-        softmax = lax.cond(some, add, lambda out: out, out), peak, total
+        out = lax.cond(some, add, lambda out: out, out)
         plgpu.barrier_arrive(shared.values_free.at[slot])
-    return softmax
+        return out, peak, total
+
+    return lax.fori_loop(0, geo.parts, attend, tuple(softmax))
 
 
 def _go_on(logits: jax.Array, softmax: Any, factor: float) -> tuple[jax.Array, ...]:
