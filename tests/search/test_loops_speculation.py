@@ -11,7 +11,7 @@ pytest.importorskip("flax")
 
 from decoding import greedy, make_decoder, tiny_model
 
-from tree_attention_jax.search.loops import Sampling, speculative_decode
+from tree_attention_jax.search.loops import Sampling, speculative_decode, strides
 from tree_attention_jax.search.loops.speculation import accept_chain, lookup_draft
 
 pytestmark = pytest.mark.usefixtures("compile_unoptimised")
@@ -58,9 +58,12 @@ def host_rounds(prompt, tokens, draft_length, max_ngram):
 
 
 @pytest.mark.parametrize(
-    ("eos", "max_new_tokens", "num_layers"), [((), 21, 1), ((2, 9), 30, 4)], ids=["length", "eos-deep"]
+    ("eos", "max_new_tokens", "num_layers", "stride"),
+    [((), 21, 1, 1), ((2, 9), 30, 4, 1), ((), 23, 1, 8), ((2,), 29, 1, 8)],
+    ids=["length", "eos-deep", "length-in-strides", "eos-in-strides"],
 )
-def test_tokens_and_rounds_are_the_hosts(eos, max_new_tokens, num_layers):
+def test_tokens_and_rounds_are_the_hosts(eos, max_new_tokens, num_layers, stride, monkeypatch):
+    monkeypatch.setattr(strides, "longest_stride", lambda: stride)  # as on a GPU; no two cases share a program
     decoder = make_decoder(num_layers=num_layers)
     leaf, logits = decoder.prefill(PROMPT)
     free = decoder.tree.pool.num_free

@@ -25,6 +25,11 @@ def test_it_stops_at_the_end_of_the_stride_in_which_the_condition_fails(monkeypa
     assert int(calls) == -(-wanted // stride) * stride <= most
 
 
+def test_without_a_limit_strides_are_whole(monkeypatch):
+    monkeypatch.setattr(strides, "longest_stride", lambda: 8)
+    assert int(while_in_strides(lambda i: i < 11, lambda i: i + 1, jnp.int32(0))) == 16
+
+
 def test_a_cpu_looks_after_each_step():
     if jax.default_backend() != "cpu":
         pytest.skip("for CPUs")

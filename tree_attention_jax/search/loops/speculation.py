@@ -21,6 +21,7 @@ from tree_attention_jax.planning.plan import TreePlan
 from tree_attention_jax.search.controller import as_token_set
 from tree_attention_jax.search.loops.paths import for_loops, forward_on_paths
 from tree_attention_jax.search.loops.sampling import Sampling, is_any_of, sample_tokens, scaled_log_probs
+from tree_attention_jax.search.loops.strides import while_in_strides
 from tree_attention_jax.search.loops.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def speculative_loop(
     sampling: Sampling,
     implementation: str | tuple[str, ...] | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The loop itself, a `lax.while_loop` of rounds.
+    """The loop itself, a `lax.while_loop` of rounds (`while_in_strides`: on a GPU it ends up to 7 rounds late).
 
     Args:
         model, k_pages, v_pages: as for `sample_block`; the pages are donated.
@@ -164,9 +165,12 @@ def speculative_loop(
         count = jnp.minimum(jnp.where(ends.any(), jnp.argmax(ends) + 1, accepted + 1), left)
         history = jax.lax.dynamic_update_slice_in_dim(at.history, emitted, at.length, axis=0)
         done = (ends & (nth < count)).any() | (count == left)
-        return _Progress(history, at.length + count, at.rounds + 1, done), k_pages, v_pages
+        grown = _Progress(history, at.length + count, at.rounds + 1, done)
+        # A round after the end changes nothing but K/V that nobody reads any more.
+        kept = jax.tree.map(lambda old, new: jnp.where(at.done, old, new), at, grown)
+        return kept, k_pages, v_pages
 
-    end, k_pages, v_pages = jax.lax.while_loop(
+    end, k_pages, v_pages = while_in_strides(
         lambda carry: ~carry[0].done, one_round, (start, tuple(k_pages), tuple(v_pages))
     )
     return (end.history, end.length, end.rounds), k_pages, v_pages

@@ -25,14 +25,14 @@ def longest_stride() -> int:
 
 
 def while_in_strides(
-    goes_on: Callable[[Carry], jax.Array], one_step: Callable[[Carry], Carry], start: Carry, most: int
+    goes_on: Callable[[Carry], jax.Array], one_step: Callable[[Carry], Carry], start: Carry, most: int | None = None
 ) -> Carry:
     """``lax.while_loop(goes_on, one_step, start)``, in strides of up to `longest_stride` steps.
 
     one_step: it may be called some times more after ``goes_on`` is False, and must change nothing that counts then.
-    most: steps that there can be at all. There are never more calls than that, as the stride divides it.
+    most: if given, there are never more calls than that, because the stride divides it.
     """
-    stride = max(n for n in range(1, longest_stride() + 1) if max(most, 1) % n == 0)
+    stride = max(n for n in range(1, longest_stride() + 1) if most is None or max(most, 1) % n == 0)
     if stride == 1:
         return jax.lax.while_loop(goes_on, one_step, start)
 
