@@ -130,7 +130,7 @@ def host_samples(prompt, n, max_new_tokens, sampling, eos, seed):
     ids=["greedy", "hot", "top-p", "in strides of 6"],
 )
 def test_blocks_give_the_tokens_of_single_steps(sampling, horizon, stride, monkeypatch):
-    monkeypatch.setattr(strides, "longest_stride", lambda: stride)  # as on a GPU; no two cases share a program
+    monkeypatch.setattr(strides, "launched_ahead", lambda: stride)  # as on a GPU; no two cases share a program
     n, length, eos = 4, 11, (7, 1)
     wanted = host_samples(PROMPT, n, length, sampling, eos, seed=5)
     decoder = make_decoder()
@@ -144,6 +144,30 @@ def test_blocks_give_the_tokens_of_single_steps(sampling, horizon, stride, monke
         log_probs = dense_log_probs(tiny_model(), [*PROMPT, *tokens])
         chosen = log_probs[len(PROMPT) - 1 : -1][np.arange(len(tokens)), tokens]
         np.testing.assert_allclose(result.log_probs, chosen, atol=5e-4)
+
+
+def test_a_plan_serves_several_blocks(monkeypatch):
+    monkeypatch.setattr(strides, "launched_ahead", lambda: 4)  # as on a GPU, where blocks are short
+    decoder = make_decoder()
+    leaf, logits = decoder.prefill(PROMPT)
+    plans = []
+
+    def plan(*args, **options):
+        plans.append(TreeDecoder.plan(decoder, *args, **options))
+        return plans[-1]
+
+    monkeypatch.setattr(decoder, "plan", plan)
+    leaves = decoder.tree.fork(leaf, 2)
+    before = len(decoder.statistics)
+    found = decoder.generate(leaves, logits, 20, sampling=Sampling(0.0), horizon=7)
+    assert found[0].tokens.tolist() == found[1].tokens.tolist() == greedy(tiny_model(), PROMPT, 20)
+    blocks = decoder.statistics[before:]
+    assert [block.steps for block in blocks] == [4] * 5  # two of 4 steps a plan; 19 are needed
+    assert [plan.horizon for plan in plans] == [8] * 3
+    assert [block.plan_seconds > 0 for block in blocks] == [True, False, True, False, True]
+    width = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
+    reads = [[len(PROMPT) + 2 * (4 * block + step) for step in (1, 2, 3, 4)] for block in range(5)]
+    assert [block.kv_bytes_read for block in blocks] == [sum(one) * width for one in reads]
 
 
 def test_leaves_go_on_after_a_block():

@@ -63,7 +63,7 @@ def host_rounds(prompt, tokens, draft_length, max_ngram):
     ids=["length", "eos-deep", "length-in-strides", "eos-in-strides"],
 )
 def test_tokens_and_rounds_are_the_hosts(eos, max_new_tokens, num_layers, stride, monkeypatch):
-    monkeypatch.setattr(strides, "longest_stride", lambda: stride)  # as on a GPU; no two cases share a program
+    monkeypatch.setattr(strides, "launched_ahead", lambda: stride)  # as on a GPU; no two cases share a program
     decoder = make_decoder(num_layers=num_layers)
     leaf, logits = decoder.prefill(PROMPT)
     free = decoder.tree.pool.num_free

@@ -213,9 +213,9 @@ class TreeDecoder:
         horizon: int = 16,
         seed: int = 0,
     ) -> list[Generated]:
-        """Samples a continuation of each leaf, in blocks of `horizon` steps without the host.
+        """Samples a continuation of each leaf, with a plan every `horizon` steps and no host in between.
 
-        While the device runs a block, the host plans the next one. Controllers that decide at every step cannot
+        While the device runs, the host plans ahead. Controllers that decide at every step cannot
         use this; those that decide between thoughts (`TreeOfThoughts`) or at the end (best of n) can.
 
         Args:
@@ -225,8 +225,9 @@ class TreeDecoder:
             max_new_tokens: of each leaf, the one that ends it included.
             sampling: default: temperature 1.
             eos: token id or ids that end a sequence.
-            horizon: steps a block; it does not change the tokens. 1: no blocks, a call of the model a step. A block
-                is one program over all layers and steps, which a CPU compiles for long.
+            horizon: steps between two plans; it does not change the tokens. Those steps are one program over all
+                layers, which a CPU compiles for long, or on a GPU some calls of one of at most 8 steps: when all
+                sequences have ended, up to two such blocks run in vain. 1: a call of the model a step.
             seed: of the random numbers. Leaf i of `leaves` gets the same ones in any company.
 
         Returns:

@@ -1,22 +1,27 @@
 """`TreeDecoder.generate`: blocks of steps on the device, and the host one block ahead with its plans.
 
 Until a block's tokens are there, the host does not know them, nor who ended. But it knows how the tree looks after the
-block: every leaf is `horizon` tokens longer. That is all a plan needs, so block N + 1 is planned and dispatched while
-block N runs. A sequence that ended in N idles through N + 1 and is gone in N + 2.
+block: every leaf is so many tokens longer. That is all a plan needs, so block N + 1 is planned and dispatched while
+block N runs. A sequence that ended in N idles through N + 1, and is gone in the next plan.
+
+A plan is good for `horizon` steps. On a GPU those are several blocks (`loops/strides.py` says why they are short): all
+but a plan's first one go on with the same plan, grown.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tree_attention_jax.planning import Buckets
+from tree_attention_jax.planning import Buckets, TreePlan
 from tree_attention_jax.search.controller import as_token_set
+from tree_attention_jax.search.loops import strides
 from tree_attention_jax.search.loops.sampling import Block, Rows, Sampling, first_tokens, sample_block, sample_tokens
 from tree_attention_jax.topology import TokenTree
 
@@ -39,7 +44,7 @@ class _InFlight:
     """A block that has been dispatched."""
 
     sequences: np.ndarray  # which of the leaves decode in it, by row
-    tree: TokenTree
+    tree: TokenTree  # when it begins
     block: Block
     planned: float
     dispatched: float
@@ -68,11 +73,20 @@ def generate(
         run.step()
     flying = run.dispatch(ahead=0)
     while flying is not None:
-        following = run.dispatch(ahead=horizon)
+        following = run.dispatch(ahead=run.block_steps)
         run.land(flying)
         # Nothing but idling sequences in the next block: it ends at once, and brings nothing.
         flying = following
     return run.finish()
+
+
+@dataclass
+class _Planned:
+    """A plan, the tree that it is of, and for how many steps it is still good."""
+
+    plan: TreePlan
+    tree: TokenTree
+    steps_left: int
 
 
 class _Run:
@@ -81,6 +95,10 @@ class _Run:
     def __init__(self, decoder, leaves, max_new_tokens, sampling, eos, horizon, seed):
         self.decoder, self.leaves, self.horizon = decoder, leaves, horizon
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
+        ahead = strides.launched_ahead()
+        blocks = -(-horizon // ahead) if ahead > 1 else 1
+        self.block_steps = -(-horizon // blocks)
+        self.plan_steps = blocks * self.block_steps
         self.eos = tuple(int(token) for token in eos)
         self.key = jax.random.key(seed)
         self.tokens: list[list[int]] = [[] for _ in leaves]
@@ -89,6 +107,7 @@ class _Run:
         self.running = np.arange(leaves.size)
         self.rows: Rows | None = None  # on the device, after the last block dispatched
         self.rows_of = np.zeros(0, np.int64)  # row -> sequence, there
+        self.planned: _Planned | None = None  # the plan of the last block dispatched, and of the tree after it
         self.buckets: Buckets | None = None
 
     def begin(self, logits):
@@ -135,46 +154,46 @@ class _Run:
         begin = time.perf_counter()
         if not self.running.size or len(self.tokens[self.running[0]]) + ahead >= self.max_new_tokens:
             return None
-        decoder = self.decoder
-        snapshot = decoder.tree.snapshot(horizon=ahead + self.horizon)
-        tree = _grown(snapshot, ahead)
-        order = np.argsort(decoder.tree.query_rows(self.leaves[self.running]))
-        sequences = self.running[order]
-        plan = self._plan(tree)
-        rows = self._reordered(sequences, plan.query_capacity)
-        limits = jnp.full(plan.query_capacity, self.max_new_tokens, jnp.int32)
+        decoder, now, planning = self.decoder, self.planned, 0.0
+        if now is None or now.steps_left < self.block_steps:
+            now = self._plan_ahead(ahead)
+            planning = time.perf_counter() - begin
+        limits = jnp.full(now.plan.query_capacity, self.max_new_tokens, jnp.int32)
         dispatched = time.perf_counter()
         block, self.rows, decoder.k_pages, decoder.v_pages = sample_block(
             decoder.model,
             decoder.k_pages,
             decoder.v_pages,
-            plan,
-            rows,
+            now.plan,
+            self.rows,
             limits,
             self.key,
-            horizon=self.horizon,
+            horizon=self.block_steps,
             sampling=self.sampling,
             eos=self.eos,
             implementation=decoder.implementation,
         )
-        self.rows_of = sequences
-        return _InFlight(sequences, tree, block, dispatched - begin, dispatched)
+        left = now.steps_left - self.block_steps
+        plan = _advanced(now.plan, self.block_steps) if left else now.plan
+        self.planned = _Planned(plan, _grown(now.tree, self.block_steps), left)
+        return _InFlight(self.rows_of, now.tree, block, planning, dispatched)
 
     def land(self, flying):
         """Waits for a block and puts its tokens into the tree."""
         decoder, block = self.decoder, flying.block
         tokens, log_probs = np.asarray(block.tokens), np.asarray(block.log_probs)
-        if steps := int(block.steps):
-            decoder._record(flying.tree, steps, flying.planned, flying.dispatched, block)
+        if taken := int(block.steps):
+            decoder._record(flying.tree, taken, flying.planned, flying.dispatched, block)
         by_sequence = {int(sequence): row for row, sequence in enumerate(flying.sequences)}
         running = self.running
         rows = [by_sequence[i] for i in running.tolist()]
-        grown, log_probs = tokens[rows].reshape(-1, self.horizon), log_probs[rows].reshape(-1, self.horizon)
+        steps = self.block_steps
+        grown, log_probs = tokens[rows].reshape(-1, steps), log_probs[rows].reshape(-1, steps)
         counts = (grown >= 0).sum(axis=1)
         for i, count, new, scores in zip(running.tolist(), counts.tolist(), grown, log_probs):
             self.tokens[i] += new[:count].tolist()
             self.log_probs[i] += scores[:count].tolist()
-        ended = np.array([count < self.horizon or self._is_over(i) for i, count in zip(running.tolist(), counts)], bool)
+        ended = np.array([count < steps or self._is_over(i) for i, count in zip(running.tolist(), counts)], bool)
         decoder.tree.commit()  # of the tokens that were pending when the block began
         self._retire(ended)
         # All but the last token of each, which has no K/V yet: those of one length in one call.
@@ -203,22 +222,23 @@ class _Run:
         self.last |= {int(i): self.tokens[i][-1] for i in self.running[ended]}
         self.running = self.running[~ended]
 
-    def _plan(self, tree):
-        # The buckets of the block before, as long as they do: a tree that shrinks compiles nothing new.
+    def _plan_ahead(self, ahead):
+        """A plan for those still running, `ahead` steps after what the tree knows; the device's rows in its order."""
+        tree = _grown(self.decoder.tree.snapshot(horizon=ahead + self.plan_steps), ahead)
+        sequences = self.running[np.argsort(self.decoder.tree.query_rows(self.leaves[self.running]))]
+        # The buckets of the plan before, as long as they do: a tree that shrinks compiles nothing new.
         try:
-            plan = self.decoder.plan(tree, self.horizon, buckets=self.buckets)
+            plan = self.decoder.plan(tree, self.plan_steps, buckets=self.buckets)
         except ValueError:
-            plan = self.decoder.plan(tree, self.horizon)
+            plan = self.decoder.plan(tree, self.plan_steps)
         self.buckets = plan.buckets
-        return plan
-
-    def _reordered(self, sequences, capacity):
-        # The device's rows in the next plan's order; padding has ended.
         place = np.zeros(self.leaves.size, np.int32)
         place[self.rows_of] = np.arange(self.rows_of.size)
-        index = np.zeros(capacity, np.int32)
+        index = np.zeros(plan.query_capacity, np.int32)
         index[: sequences.size] = place[sequences]
-        return _take(self.rows, index, np.arange(capacity) < sequences.size)
+        self.rows = _take(self.rows, index, np.arange(index.size) < sequences.size)  # padding has ended
+        self.rows_of = sequences
+        return _Planned(plan, tree, self.plan_steps)
 
 
 def _grown(snapshot: TokenTree, ahead: int) -> TokenTree:
@@ -230,6 +250,11 @@ def _grown(snapshot: TokenTree, ahead: int) -> TokenTree:
 
 
 _sample = jax.jit(sample_tokens, static_argnames="sampling")
+
+
+@partial(jax.jit, static_argnames="steps")
+def _advanced(plan: TreePlan, steps: int) -> TreePlan:
+    return jax.lax.fori_loop(0, steps, lambda _, plan: plan.advance(), plan)
 
 
 @jax.jit

@@ -139,8 +139,8 @@ def sample_block(
 ) -> tuple[Block, Rows, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Up to `horizon` tokens for every sequence, in one `lax.while_loop` that ends early when all have ended.
 
-    Whether they have is looked at every few steps, as the device waits for the host then (`while_in_strides`): 8, or
-    what divides `horizon`.
+    A GPU waits for the host at every look at whether they have. So it looks every 8 steps, or what divides `horizon`,
+    and where that is `horizon` itself, not at all: the call returns before the device is through (`while_in_strides`).
 
     Args:
         model: as `models.Llama`: ``model(tokens, k_pages, v_pages, plan) -> logits, k_pages, v_pages``.
