@@ -39,7 +39,7 @@ def test_quantized_tensors(write_gguf, tiny_weights, kind):
 
 def test_dtype_of_weights(write_gguf):
     model = load_gguf(write_gguf(), "bfloat16")
-    assert model.dtype == model.embedding[...].dtype == model.layers[0].q_proj.kernel[...].dtype == jnp.bfloat16
+    assert model.dtype == model.embedding[...].dtype == model.layers[0].qkv_proj.kernel[...].dtype == jnp.bfloat16
 
 
 def test_rope_freqs_tensor(write_gguf, numpy_logits):

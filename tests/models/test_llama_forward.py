@@ -187,7 +187,7 @@ def test_random_weights_follow_the_seed():
     a, b, c = (Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(seed)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(a.embedding[...], b.embedding[...])
     assert (a.embedding[...] != c.embedding[...]).any()
-    assert (a.layers[0].q_proj.kernel[...] != a.layers[0].k_proj.kernel[...]).any()
+    assert (a.layers[0].gate_proj.kernel[...] != a.layers[0].up_proj.kernel[...]).any()
 
 
 def test_wrong_pages_and_tokens_are_named(model):

@@ -19,7 +19,7 @@ from tree_attention_jax.models.rolled import RolledLlama
 def model(tiny_config):
     model = Llama(replace(tiny_config, num_layers=4), dtype="float32", rngs=nnx.Rngs(0))
     for i, layer in enumerate(model.layers):  # layers that are told apart, and move the logits
-        layer.v_proj.kernel[...] *= 20 + i
+        layer.qkv_proj.kernel[...] *= 20 + i
     return model
 
 

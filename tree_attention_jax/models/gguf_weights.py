@@ -40,11 +40,12 @@ def load_gguf(file: GGUFFile | str | os.PathLike[str], dtype: DTypeLike | None =
             f"{unknown[0]!r}; it reads plain Llama layers, no biases, experts or adapters"
         )
     dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
-    # Shapes only: random weights are never made, and memory peaks at one tensor above the model's.
+    # Shapes only: random weights are never made, and memory peaks at a few tensors above the model's.
     graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
-    weights = {}
+    weights: dict[ParamPath, jax.Array] = {}
     for name, (path, shape, layout) in expected.items():
-        weights[path] = jnp.asarray(layout(file.tensor(name, shape)), dtype)
+        weight = jnp.asarray(layout(file.tensor(name, shape)), dtype)
+        weights[path] = jnp.concatenate([weights[path], weight], axis=1) if path in weights else weight
     nnx.replace_by_pure_dict(state, _nested(weights))
     return nnx.merge(graph, state)
 
@@ -92,7 +93,10 @@ def read_config(file: GGUFFile) -> LlamaConfig:
 
 
 def tensor_table(config: LlamaConfig) -> dict[str, tuple[ParamPath, Shape, Layout]]:
-    """GGUF tensor name -> (path in the NNX state, stored shape, stored array -> ours), for every tensor."""
+    """GGUF tensor name -> (path in the NNX state, stored shape, stored array -> ours), for every tensor.
+
+    Tensors of one path are the columns of one parameter, side by side in this order.
+    """
     hidden, mlp, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     q_size, kv_size = (heads * config.head_dim for heads in (config.num_q_heads, config.num_kv_heads))
     table: dict[str, tuple[ParamPath, Shape, Layout]] = {
@@ -103,9 +107,9 @@ def tensor_table(config: LlamaConfig) -> dict[str, tuple[ParamPath, Shape, Layou
         table["output.weight"] = (("unembedding",), (vocab, hidden), np.asarray)
     layer: dict[str, tuple[ParamPath, Shape, Layout]] = {
         "attn_norm": (("attention_norm", "scale"), (hidden,), np.asarray),
-        "attn_q": (("q_proj", "kernel"), (q_size, hidden), _rope_kernel(config.num_q_heads)),
-        "attn_k": (("k_proj", "kernel"), (kv_size, hidden), _rope_kernel(config.num_kv_heads)),
-        "attn_v": (("v_proj", "kernel"), (kv_size, hidden), np.transpose),
+        "attn_q": (("qkv_proj", "kernel"), (q_size, hidden), _rope_kernel(config.num_q_heads)),
+        "attn_k": (("qkv_proj", "kernel"), (kv_size, hidden), _rope_kernel(config.num_kv_heads)),
+        "attn_v": (("qkv_proj", "kernel"), (kv_size, hidden), np.transpose),
         "attn_output": (("o_proj", "kernel"), (hidden, q_size), np.transpose),
         "ffn_norm": (("mlp_norm", "scale"), (hidden,), np.asarray),
         "ffn_gate": (("gate_proj", "kernel"), (mlp, hidden), np.transpose),

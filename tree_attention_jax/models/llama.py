@@ -56,11 +56,10 @@ class LlamaLayer(nnx.Module):
             rngs=rngs,
         )
         hidden, mlp = config.hidden_size, config.intermediate_size
-        self.head_dim = config.head_dim
+        self.head_dim, self.heads = config.head_dim, (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         self.attention_norm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype)
-        self.q_proj = linear(hidden, config.num_q_heads * config.head_dim)
-        self.k_proj = linear(hidden, config.num_kv_heads * config.head_dim)
-        self.v_proj = linear(hidden, config.num_kv_heads * config.head_dim)
+        # One matrix, q's columns first: of three, XLA would make one at every step, and copy them for it.
+        self.qkv_proj = linear(hidden, sum(self.heads) * config.head_dim)
         self.o_proj = linear(config.num_q_heads * config.head_dim, hidden)
         self.mlp_norm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype)
         self.gate_proj = linear(hidden, mlp)
@@ -69,11 +68,8 @@ class LlamaLayer(nnx.Module):
 
     def project_qkv(self, x: jax.Array, rope: CosSin) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [Q, hidden] -> q [Q, Hq, D], k and v [Q, Hkv, D]; q and k rotated by their positions."""
-        normed = self.attention_norm(x)
-        heads = (x.shape[0], -1, self.head_dim)
-        q = self.q_proj(normed).reshape(heads)
-        k = self.k_proj(normed).reshape(heads)
-        v = self.v_proj(normed).reshape(heads)
+        qkv = self.qkv_proj(self.attention_norm(x)).reshape(x.shape[0], -1, self.head_dim)
+        q, k, v = jnp.split(qkv, (self.heads[0], self.heads[0] + self.heads[1]), axis=1)
         return apply_rope(q, *rope), apply_rope(k, *rope), v
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
