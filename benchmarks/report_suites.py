@@ -138,27 +138,35 @@ def _of_call(row: dict[str, Any] | None) -> str:
 def decode_table(report: dict[str, Any]) -> str:
     """What :mod:`benchmarks.decode` wrote: whole steps of a model."""
     rows = [row for row in report["rows"] if "error" not in row]
+    speeds = {_of_workload(row): row["tokens_per_s"] for row in rows if row["strategy"] == "auto"}
+    rows = sorted(rows, key=lambda row: (*_of_workload(row), row["strategy"]))
     lines = [
         f"Whole decoding steps of a model with random weights ({quote(rows[0])}; bf16, planning included, a plan every "
         f"{rows[0]['horizon']} steps). *Attention* is timed alone, on the tree in the middle of the run, or at its end "
         "where it says so; *K/V* is the time to read each token's K/V once, over all layers, at "
-        f"{COPY_BYTES_PER_US / 1e6:.2f} TB/s.",
+        f"{COPY_BYTES_PER_US / 1e6:.2f} TB/s; *auto* is its tokens a second over this row's, of the same commit.",
         "",
-        "| workload | model | strategy | steps/s | tokens/s | attention, ms a step | of the step | K/V, ms a step "
-        "| GPU idle | plan, ms a step |",
-        f"|{'---|' * 10}",
+        "| workload | model | strategy | steps/s | tokens/s | auto | attention, ms a step | of the step "
+        "| K/V, ms a step | GPU idle | plan, ms a step | commit |",
+        f"|{'---|' * 12}",
     ]
     for row in rows:
         where = " (end)" if row.get("attention_at") == "end" else ""
         attention = f"{_number(row['attention_ms_per_step'])}{where} | {_share(row['attention_share'])}"
         shared = row["kv_gb_saved"] > 0  # else the bytes of a token count once for each sequence
         kv_ms = f"{row['kv_gb_read'] * 1e6 / row['steps'] / COPY_BYTES_PER_US:.1f}" if shared else "-"
+        gain = speeds.get(_of_workload(row), 0.0) / row["tokens_per_s"]
         lines.append(
             f"| {row['workload']} | {row['model']} | {row['strategy']} | {row['steps_per_s']:.1f} "
-            f"| {row['tokens_per_s']:.0f} | {attention} | {kv_ms} | {_share(row['device_idle_share'])} "
-            f"| {row['plan_ms_per_step']:.2f} |"
+            f"| {row['tokens_per_s']:.0f} | {f'{gain:.2f}' if gain and row['strategy'] != 'auto' else '-'} "
+            f"| {attention} | {kv_ms} | {_share(row['device_idle_share'])} | {row['plan_ms_per_step']:.2f} "
+            f"| {row['environment'].get('commit', '-')} |"
         )
     return "\n".join(lines)
+
+
+def _of_workload(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["model"], row["workload"], row["environment"].get("commit", "")
 
 
 def _share(value: float | None) -> str:
