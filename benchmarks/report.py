@@ -22,6 +22,7 @@ from benchmarks.plots import quote
 from benchmarks.report_suites import (
     SUITES,
     compile_table,
+    decode_summary,
     decode_table,
     implementations_table,
     planning_table,
@@ -58,6 +59,7 @@ def main(root: Path = ROOT) -> int:
     _replace(performance, "implementations", implementations_table(_load(results, "implementations")))
     if (results / f"{GPU}_decode.json").is_file():
         _replace(performance, "decode-steps", decode_table(_load(results, "decode")), "Whole decoding steps")
+        _replace(readme, "decode-summary", decode_summary(_load(results, "decode")))
     planning = results / "cpu_planning.json"
     if planning.is_file():
         _replace(performance, "planning", planning_table(json.loads(planning.read_text())), "Planning")

@@ -165,6 +165,28 @@ def decode_table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def decode_summary(report: dict[str, Any]) -> str:
+    """`auto` beside the same decoder with `per_query`, where one commit has both, and how long the GPU idled."""
+    both: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        if row.get("device_idle_share") is not None:
+            both.setdefault(_of_workload(row), {})[row["strategy"]] = row
+    pairs = {key: found for key, found in both.items() if {"auto", "per_query"} <= found.keys()}
+    if not pairs:
+        return "Whole decoding steps are not measured yet."
+    lines = [
+        f"Whole decoding steps, planning included ({quote(next(iter(pairs.values()))['auto'])}; random weights, bf16):",
+        "",
+        "| workload | model | tokens/s | over `per_query`'s | GPU idle |",
+        "|---|---|---|---|---|",
+    ]
+    for (model, workload, _), found in sorted(pairs.items()):
+        auto, gain = found["auto"], found["auto"]["tokens_per_s"] / found["per_query"]["tokens_per_s"]
+        idle = _share(auto["device_idle_share"])
+        lines.append(f"| {workload} | {model} | {auto['tokens_per_s']:,.0f} | {gain:.2f} | {idle} |")
+    return "\n".join(lines)
+
+
 def _of_workload(row: dict[str, Any]) -> tuple[str, str, str]:
     return row["model"], row["workload"], row["environment"].get("commit", "")
 

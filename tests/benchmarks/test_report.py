@@ -110,10 +110,17 @@ def test_whole_decoding_steps(root):
     costs = {"attention_ms_per_step": 1.25, "attention_share": 0.125, "plan_ms_per_step": 0.3, "kv_gb_read": 427.0}
     costs |= {"kv_gb_saved": 9.0, "steps": 100, "attention_at": "middle"}
     done = {**step, **costs, "strategy": "auto", "device_idle_share": None, "environment": ENVIRONMENT}
-    write(root, "decode", rows=[done, {**step, "strategy": "jax", "error": "out of memory"}])
+    apart = {**done, "strategy": "per_query", "tokens_per_s": 1600.2, "kv_gb_saved": 0}
+    write(root, "decode", rows=[apart, done, {**step, "strategy": "jax", "error": "out of memory"}])
     report.main(root)
     text = (root / "docs" / "performance.md").read_text()
-    assert "| bestof64 | llama-3-8b | auto | 50.0 | 3200 | 1.2 | 12% | 1.0 | - | 0.30 |" in text
+    commit = ENVIRONMENT.get("commit", "-")
+    assert f"| bestof64 | llama-3-8b | auto | 50.0 | 3200 | - | 1.2 | 12% | 1.0 | - | 0.30 | {commit} |" in text
+    assert f"| bestof64 | llama-3-8b | per_query | 50.0 | 1600 | 2.00 | 1.2 | 12% | - | - | 0.30 | {commit} |" in text
+    assert "not measured yet" in (root / "README.md").read_text()  # how long the GPU idled is not known
+    write(root, "decode", rows=[{**row, "device_idle_share": 0.03} for row in (apart, done)])
+    report.main(root)
+    assert "| bestof64 | llama-3-8b | 3,200 | 2.00 | 3% |" in (root / "README.md").read_text()
     assert "| jax |" not in text[text.index("Whole decoding steps") :].split("<!-- end")[0]
 
 
