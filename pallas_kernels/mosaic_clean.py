@@ -1,8 +1,8 @@
 """Zeros in the slots of V that hold no token, before the matrix units multiply them with weights of 0: 0 * NaN is NaN.
 
-Masked parts often have such slots, as subtrees are short. There the loading warpgroup cleans, while the part that it
-has asked for next is on its way: the computing ones would spend a third of a part's time on it. A plain step has some
-where a node ends. The computing warpgroups clean it, so that launches without masks load as simply as they can.
+Masked parts often have such slots, as subtrees are short. There the loading warpgroup cleans, while the parts that it
+has asked for next are on their way: the computing ones would spend a third of a part's time on it. A plain step has
+some where a node ends. The computing warpgroups clean it, so that launches without masks load as simply as they can.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import layout as lo
 from pallas_kernels.mosaic_geometry import Geometry
 from pallas_kernels.mosaic_tokens import pick
 from pallas_kernels.mosaic_work import Scalar
@@ -33,12 +32,9 @@ def lines_like(geo: Geometry, v_head_dim: int) -> Any:
     return plgpu.SMEM((geo.stages, geo.block * v_head_dim // LINE_COLUMNS, LINE_WORDS), jnp.int32)
 
 
-def unfilled(words: Sequence[Scalar], geo: Geometry) -> Scalar:
+def unfilled(filled: Sequence[Scalar], geo: Geometry) -> Scalar:
     """Whether any entry of a part has a slot without a token."""
-    least = words[0] & lo.COUNT_MASK
-    for word in words[1:]:
-        least = jnp.minimum(least, word & lo.COUNT_MASK)
-    return least < geo.unit
+    return functools.reduce(jnp.minimum, filled) < geo.unit
 
 
 def clean(

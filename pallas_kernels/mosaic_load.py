@@ -8,7 +8,8 @@ keys of a part lies the piece of the entry list that begins with it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -117,7 +118,7 @@ def produce(
 
         row_of = bring_rows(buffer_ref, shared, turn, work, shape, geo, fetch=True)
         _load_queries(q_ref, shared, work, row_of, geo)
-        unclean = (jnp.int32(geo.unit),) * geo.part_entries  # there is no part yet: as if it were full
+        unclean = _pack(((jnp.int32(0), jnp.int32(geo.unit)),) * geo.entries)  # no step yet: as if it were full
         for masked, first in zip(kinds, first_words):
 
             def load(i: Scalar, carry: Any, masked: bool = masked) -> Any:
@@ -128,7 +129,8 @@ def produce(
 
             step, _, unclean = lax.fori_loop(0, work.blocks(masked, geo), load, (step, first, unclean))
         if masked_too:
-            _finish(shared, step - 1, geo.parts - 1, unclean, geo)
+            for part in range(geo.parts):
+                _finish(shared, step - 1, part, unclean, geo)
         return step
 
     steps = for_each_work(buffer_ref, program, index=index, grid=grid, shape=shape, geo=geo, body=one)
@@ -265,17 +267,19 @@ def _load_block(
     """Step ``i`` of a pass. An entry is copied with the whole stretch of ``unit`` slots it lies in, from a multiple of
     ``unit`` on, because tiles in shared memory begin at multiples of 8 rows.
 
-    When the values of a masked part are on their way, those of the one before are made fit for use (:func:`_finish`).
-    ``unclean``: the words of the last masked part before this step; returned are those of this one's.
+    When the values of a masked part are on their way, those of the same part of the step before are made fit for use
+    (:func:`_finish`): so a step's parts are all in flight while the loader waits for one of them. ``unclean``: what
+    :func:`_pack` makes of the step before if it was a masked one; returned is that of this one.
     """
     stage = rem(step, geo.stages)
     begin, count = work.entries(masked)
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
     used = step >= geo.stages
-    before = step - 1, geo.parts - 1, unclean
+    listed = [i * geo.entries + e < count for e in range(geo.entries)]
+    held = [((word >> lo.COUNT_BITS) & (geo.unit - 1), word & lo.COUNT_MASK) for word in words]
+    held = [(begin, jnp.where(there, filled, 0)) for there, (begin, filled) in zip(listed, held)]
 
     def load(part: int, of_values: bool) -> None:
-        nonlocal before
         slot, first = stage * geo.parts + part, i * geo.entries + part * geo.part_entries
         full, free = (shared.values_full, shared.values_free) if of_values else (shared.keys_full, shared.keys_free)
         cache_ref, ring = (v_ref, shared.values) if of_values else (k_ref, shared.keys)
@@ -287,37 +291,42 @@ def _load_block(
         if not of_values:
             list_from = pl.multiple_of((begin + first * size) & -META_ALIGN, META_ALIGN)
             plgpu.copy_gmem_to_smem(buffer_ref.at[pl.ds(list_from, META_WORDS)], shared.meta.at[slot], full.at[slot])
-        listed = [first + e < count for e in range(geo.part_entries)]
-        of_part = words[part * geo.part_entries : (part + 1) * geo.part_entries]
+        here = slice(part * geo.part_entries, (part + 1) * geo.part_entries)
         to = ring.at[stage, pl.ds(part * geo.part, geo.part)]
         if not (masked and of_values):
-            _load_tokens(cache_ref, to, full.at[slot], work.kv_head, listed, of_part, geo)
+            _load_tokens(cache_ref, to, full.at[slot], work.kv_head, listed[here], words[here], geo)
             return
-        filled = tuple(jnp.where(there, word, 0) for there, word in zip(listed, of_part))
-        come = slot + jnp.where(unfilled(filled, geo), geo.slots, 0)
-        _load_tokens(cache_ref, to, full.at[come], work.kv_head, listed, of_part, geo)
-        _finish(shared, *before, geo)
-        before = step, part, filled
+        come = slot + jnp.where(unfilled([filled for _, filled in held[here]], geo), geo.slots, 0)
+        _load_tokens(cache_ref, to, full.at[come], work.kv_head, listed[here], words[here], geo)
+        _finish(shared, step - 1, part, unclean, geo)
 
     # In the order in which they are given back: whole steps where all see them, else parts.
     order = [(part, of_values) for of_values in (False, True) for part in range(geo.parts)]
     for part, of_values in sorted(order) if masked else order:
         load(part, of_values)
-    return before[2]
+    return _pack(held) if masked else unclean
 
 
-def _finish(shared: Shared, step: Scalar, part: int, words: tuple[Scalar, ...], geo: Geometry) -> None:
+def _pack(held: Sequence[tuple[Scalar, Scalar]]) -> tuple[Scalar, ...]:
+    """Where the tokens of a step's entries begin and how many there are, two entries a word: the loading warpgroup has
+    few registers to keep them in."""
+    half = [begin << 8 | filled for begin, filled in held]
+    return tuple(low | high << 16 for low, high in itertools.zip_longest(half[::2], half[1::2], fillvalue=0))
+
+
+def _finish(shared: Shared, step: Scalar, part: int, packed: tuple[Scalar, ...], geo: Geometry) -> None:
     """Clean the values of a masked part, and say that they have come; of a full part, the copies have said so."""
+    half = [word >> shift for word in packed for shift in (0, 16)]
+    half = half[part * geo.part_entries : (part + 1) * geo.part_entries]
+    begin, filled = [(word >> 8) & 0xFF for word in half], [word & 0xFF for word in half]
 
-    @pl.when(unfilled(words, geo))
+    @pl.when(unfilled(filled, geo))
     def _():
         stage = rem(step, geo.stages)
         slot = stage * geo.parts + part
-        begin = [(word >> lo.COUNT_BITS) & (geo.unit - 1) for word in words]
-        filled = [word & lo.COUNT_MASK for word in words]
         plgpu.barrier_wait(shared.values_full.at[geo.slots + slot])
         clean(shared, stage, part * geo.part, begin, filled, geo)
-        for _ in words:
+        for _ in half:
             plgpu.barrier_arrive(shared.values_full.at[slot])
 
 
