@@ -2,7 +2,8 @@
 
 An item that outlasts all others leaves the GPU idle, so it is split, at the price of more partials. Flash-Decoding
 splits by a fixed count and FastTree by thresholds on the number of programs. Here each candidate length is priced: work
-over all SMs, the longest item's latency, and the partials that the pieces write. Many launches are priced at once.
+over all SMs, the longest item's latency, and the partials that the pieces write. Many launches are priced at once. Often
+a bound shows that no launch gains by it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax.planning.cost import LaunchCosts, launch_time
+from tree_attention_jax._arrays import all_of, any_of
+from tree_attention_jax.planning.cost import LaunchCosts, launch_time, least_time
 from tree_attention_jax.planning.problem import Problem
 
 MIN_TOKENS = 64
 # A launch whose longest item takes no more than this share of it is not worth splitting.
 SHORT_TAIL = 0.2
+# Of more launches at once, one or the other gains by splitting nearly always.
+FEW = 4
+# What is larger by less than this may be as large.
+ROUNDING = 1 + 1e-9
 
 
 class Blocks(NamedTuple):
@@ -44,7 +50,7 @@ def price(
 
     Returns:
         [lengths, L] microseconds, with the partials that splitting adds, without end where a limit makes no sense, and
-        [lengths] tokens that an item may have at most; 0: none is split.
+        [lengths] tokens that an item may have at most; 0: none is split. The first is 0; no others if none can be best.
     """
     profile, first = problem.profile, blocks.first
     longest, block_kv = blocks.tokens, costs.block_kv
@@ -56,6 +62,16 @@ def price(
     if not single:
         steps = np.add.reduceat(steps, first)
     length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
+    if len(first) <= FEW:
+        # With shorter items launches take as much all the same, and one more for the partials.
+        items = blocks.tiles if single else np.add.reduceat(blocks.tiles, first)
+        least = least_time(profile, costs, steps, items, memory)
+        least += profile.launch_us * ~reduced
+        most = np.ceil(longest / costs.block_kv)
+        if not any_of(most * costs.latency_us > least):  # else a launch may well gain
+            time = launch_time(profile, costs, steps, items, most, memory)
+            if all_of(least > ROUNDING * time):
+                return time[None], limits[:1]
     items, written = _splits(blocks, length, reduced)
     most = np.ceil(np.minimum(length, longest) / costs.block_kv)
     time = launch_time(profile, costs, steps, items, most, memory)
