@@ -126,7 +126,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     rows also the optimum where partials are cheap."""
     nodes = NodeTokens.of(levels, problem.unit)
     few = problem.heads.num_kv_heads == 1 and problem.layout.num_rows <= FEW_ROWS
-    whole = None if few else one_segment(problem, shapes, levels, nodes)
+    whole = one_segment(problem, shapes, levels, nodes, CHEAP if few else 1.0)
     if whole is not None:
         table, time, place = whole
         best = np.array([place])
@@ -142,9 +142,9 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         counts.append(len(found[-1]))
         shape_of.append(np.full(counts[-1], index))
     if few:
-        cheap = cheapest(problem, table, np.minimum.reduce(time), CHEAP)
+        cheap = best if whole is not None else cheapest(problem, table, np.minimum.reduce(time), CHEAP)
         for index in np.bincount(time.take(cheap, axis=1).argmin(axis=0)).nonzero()[0]:
-            found.append(cheapest(problem, table, time[index], CHEAP))
+            found.append(best if whole is not None else cheapest(problem, table, time[index], CHEAP))
             counts.append(len(found[-1]))
             shape_of.append(np.full(counts[-1], index))
     twin = 0
