@@ -111,7 +111,7 @@ def _expand(
     if problem.horizon:
         # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
         chunk0 = np.where(pieces.reserve, ceil_div(start, unit), chunk0)
-    counts = ceil_div(stop, unit) - chunk0
+    counts: np.ndarray = (ceil_div(stop, unit) - chunk0).astype(np.intp)  # as repeat would make them each time
     if repeats is not None:
         counts[:num_plain] *= ~repeats.take(pieces.tile[:num_plain])
     upto = exclusive_cumsum(counts)
@@ -125,11 +125,13 @@ def _expand(
         order = _with_reserves_last(pieces, piece, chunk)
         piece, chunk = piece.take(order), chunk.take(order)
 
+    masked_counts = counts[num_plain:]
+
     def spread(values: np.ndarray) -> np.ndarray:
         return values.take(piece) if problem.horizon else values.repeat(counts)
 
     def spread_masked(values: np.ndarray) -> np.ndarray:
-        return values.take(piece[border:]) if problem.horizon else values[num_plain:].repeat(counts[num_plain:])
+        return values.take(piece[border:]) if problem.horizon else values[num_plain:].repeat(masked_counts)
 
     if units[0] != units[1]:
         unit = spread(unit)
