@@ -73,16 +73,21 @@ def price(
             if all_of(least > ROUNDING * time):
                 return time[None], limits[:1]
     items, written = _splits(blocks, length, reduced)
-    most = np.ceil(np.minimum(length, longest) / costs.block_kv)
+    # All repeated for each length: NumPy takes three times as long for short arrays that it has to broadcast.
+    of_launches = np.array([*costs, steps, memory, longest])[:, None]
+    *of_each, steps, memory, longest = of_launches.repeat(len(length), axis=1)
+    costs = LaunchCosts(*of_each)
+    tokens = np.minimum(length, longest)  # of the longest item
+    most = np.ceil(tokens / costs.block_kv)
     time = launch_time(profile, costs, steps, items, most, memory)
-    split, shorter = time[1:], length[1:]
-    senseless = shorter < costs.block_kv
-    senseless |= shorter >= longest
-    senseless |= most[0] * costs.latency_us <= SHORT_TAIL * time[0]
+    senseless = tokens < costs.block_kv
+    senseless |= tokens >= longest
+    senseless |= most[0] * costs.latency_us[0] <= SHORT_TAIL * time[0]
     written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
     time += written
+    split = time[1:]
     split += profile.launch_us * ~reduced
-    np.copyto(split, np.inf, where=senseless)
+    np.copyto(split, np.inf, where=senseless[1:])
     return time, limits
 
 
