@@ -20,7 +20,7 @@ from tree_attention_jax.planning.problem import Problem
 MIN_TOKENS = 64
 # A launch whose longest item takes no more than this share of it is not worth splitting.
 SHORT_TAIL = 0.2
-# Of more launches at once, one or the other gains by splitting nearly always.
+# Of more launches at once, one or the other gains by splitting nearly always; so do those that write partials anyhow.
 FEW = 4
 # What is larger by less than this may be as large.
 ROUNDING = 1 + 1e-9
@@ -62,11 +62,11 @@ def price(
     if not single:
         steps = np.add.reduceat(steps, first)
     length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
-    if len(first) <= FEW:
+    if len(first) <= FEW and not any_of(reduced):
         # With shorter items launches take as much all the same, and one more for the partials.
         items = blocks.tiles if single else np.add.reduceat(blocks.tiles, first)
         least = least_time(profile, costs, steps, items, memory)
-        least += profile.launch_us * ~reduced
+        least += profile.launch_us
         most = np.ceil(longest / costs.block_kv)
         if not any_of(most * costs.latency_us > least):  # else a launch may well gain
             time = launch_time(profile, costs, steps, items, most, memory)
