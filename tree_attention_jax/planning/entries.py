@@ -154,25 +154,35 @@ def _expand(
         low = np.where(spread_masked(pieces.causal), ~seen_from, low)
     tile, node, chunk = (pieces.tile.take(piece), node.take(piece), chunk) if problem.horizon else (none, none, none)
 
-    def part(first: int, last: int, which: slice, rows: tuple[np.ndarray, np.ndarray]) -> Entries:
-        of_tile, listed = pieces.tile[first:last], counts[first:last]
-        held = real = np.bincount(of_tile, listed, num_tiles).astype(np.int32)
-        if problem.horizon:
-            real = np.bincount(of_tile, listed * ~pieces.reserve[first:last], num_tiles).astype(np.int32)
-        return Entries(
-            word=word[which],
-            position=position[which],
-            low=rows[0],
-            high=rows[1],
-            begin=exclusive_cumsum(held)[:-1],
-            real=real,
-            tile=tile[which],
-            node=node[which],
-            chunk=chunk[which],
-        )
-
-    plain, others = slice(0, border), slice(border, len(word))
-    return part(0, num_plain, plain, (none, none)), part(num_plain, len(counts), others, (low, high))
+    # Of the plain entries of each tile, then of the masked ones.
+    lists = pieces.tile + num_tiles * pieces.masked
+    held = real = np.bincount(lists, counts, 2 * num_tiles).astype(np.int32)
+    if problem.horizon:
+        real = np.bincount(lists, counts * ~pieces.reserve, 2 * num_tiles).astype(np.int32)
+    begins = exclusive_cumsum(held)
+    plain = Entries(
+        word[:border],
+        position[:border],
+        none,
+        none,
+        begins[:num_tiles],
+        real[:num_tiles],
+        tile[:border],
+        node[:border],
+        chunk[:border],
+    )
+    masked = Entries(
+        word[border:],
+        position[border:],
+        low,
+        high,
+        begins[num_tiles:-1] - border,
+        real[num_tiles:],
+        tile[border:],
+        node[border:],
+        chunk[border:],
+    )
+    return plain, masked
 
 
 def _with_reserves_last(pieces: Pieces, piece: np.ndarray, chunk: np.ndarray) -> np.ndarray:

@@ -152,7 +152,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         every = np.arange(len(shapes.tiles))
         if len(best) == 1 and levels.depth > 2:
             twin = len(counts) + int(shape[0])
-        found.append(np.full(len(every), table.all_in_one()))
+        found.append(np.array([table.all_in_one()]).repeat(len(every)))
         counts += [1] * len(every)
         shape_of.append(every)
     owner = np.arange(len(counts)).repeat(counts)
@@ -212,7 +212,8 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     if candidates.twin in ranks and 0 in ranks and candidates.twin:
         ranks.remove(candidates.twin)
     stays = np.zeros(len(time), bool)
-    stays[ranks] = True
+    for which in ranks:  # faster than an index of so few
+        stays[which] = True
     stays = stays.take(whose)
     mine, ours = stays.take(place).nonzero()[0], stays.nonzero()[0]
     first = mine.searchsorted(first.take(ours))
@@ -315,7 +316,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
         end=problem.tree.kv_len.take(node),
         tile=(which - low).astype(np.int32),
         max_tokens=limits.take(times.argmin(axis=0).take(which)),
-        tiles=tuple(shapes.tiles[index] for index in kind[low:high].tolist()),
+        tiles=tuple([shapes.tiles[index] for index in kind[low:high].tolist()]),
         uniform=_is_tiny(problem),
     )
     return tiling, float(time[winner]), float(np.maximum.reduce(alone[low:high]))
