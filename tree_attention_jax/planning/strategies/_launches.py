@@ -2,8 +2,8 @@
 
 An item that outlasts all others leaves the GPU idle, so it is split, at the price of more partials. Flash-Decoding
 splits by a fixed count and FastTree by thresholds on the number of programs. Here each candidate length is priced: work
-over all SMs, the longest item's latency, and the partials that the pieces write. Many launches are priced at once. Often
-a bound shows that no launch gains by it.
+over all SMs, the longest item's latency, and the partials that the pieces write. Many launches are priced at once.
+Often a bound shows that none of a few launches gains by it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ MIN_TOKENS = 64
 SHORT_TAIL = 0.2
 # Of more launches at once, one or the other gains by splitting nearly always; so do those that write partials anyhow.
 FEW = 4
+# In launches that take so many times as much as one more, SMs that have one program more than others cost as much.
+LONG = 100
 # What is larger by less than this may be as large.
 ROUNDING = 1 + 1e-9
 
@@ -68,7 +70,9 @@ def price(
         least = least_time(profile, costs, steps, items, memory)
         least += profile.launch_us
         most = np.ceil(longest / costs.block_kv)
-        if not any_of(most * costs.latency_us > least):  # else a launch may well gain
+        may_gain = most * costs.latency_us > least
+        may_gain |= least > LONG * profile.launch_us
+        if not any_of(may_gain):
             time = launch_time(profile, costs, steps, items, most, memory)
             if all_of(least > ROUNDING * time):
                 return time[None], limits[:1]
