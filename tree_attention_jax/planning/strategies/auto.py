@@ -272,19 +272,22 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     np.minimum(row1, levels.row_end.take(top).take(owner), out=row1)
     tiles, num_tiles = Tiles(row0, row1, owner), len(row0)
     halved = shapes.launches_of_halves.take(plans.launch).take(of_tile).nonzero()[0]
-    if len(halved):  # their halves are looked at along with the tiles
-        tiles = _with_halves(tiles, halved, (step // 2).take(owner.take(halved)))
+    if len(halved):  # the middles of these are looked at along with the tiles
+        tiles = _with_middles(tiles, halved, (step // 2).take(owner.take(halved)))
     seen = levels.nodes_of_tiles(tiles, top, table.below(segments), table.span.take(segments))
-    # Tokens of each tile, and those of them that not all of its rows see.
-    walked = table.token_sums.take(seen.high)
-    walked -= table.token_sums.take(seen.low)
-    tokens = np.add.reduceat(walked, seen.indptr[:-1])
+    # Tokens of each tile, and those of them that not all of its rows see. All numbers are whole, so no sum is rounded.
+    walked, low = table.token_sums.take(seen.high), table.token_sums.take(seen.low)
+    before_low, before_high = np.add.reduceat(low, seen.indptr[:-1]), np.add.reduceat(walked, seen.indptr[:-1])
+    tokens = (before_high - before_low)[:num_tiles]
+    walked -= low
     walked *= seen.partly
     masked = np.add.reduceat(walked, seen.indptr[:-1])[:num_tiles]
-    tokens, of_halves = tokens[:num_tiles], tokens[num_tiles:]
     alone = np.zeros(num_tiles)  # of one half of a tile, beyond those of the other
     if len(halved):
-        busier = np.maximum.reduce(of_halves.reshape(2, -1)) - (tokens - masked).take(halved)
+        # The first half sees all up to the middle, the second one all from there on.
+        busier = before_high[num_tiles:] - before_low.take(halved)
+        np.maximum(busier, before_high.take(halved) - before_low[num_tiles:], out=busier)
+        busier -= (tokens - masked).take(halved)
         alone[halved] = np.maximum(2 * busier - masked.take(halved), 0)
     in_all = np.maximum(np.add.reduceat(tokens, first), 1)
     masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
@@ -322,15 +325,15 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     return tiling, float(time[winner]), float(np.maximum.reduce(alone[low:high]))
 
 
-def _with_halves(tiles: Tiles, which: np.ndarray, half: np.ndarray) -> Tiles:
-    """The tiles; then the first so many rows of some of them, and then the other rows of these.
+def _with_middles(tiles: Tiles, which: np.ndarray, half: np.ndarray) -> Tiles:
+    """The tiles; then for some of them an empty one between their first so many rows and the others.
 
-    Where there are no other rows, the empty tile counts for no more than what sees both rows beside it.
+    Where there are no others, it lies at the end.
     """
-    row0, row1, owner = tiles.row0.take(which), tiles.row1.take(which), tiles.owner.take(which)
-    middle = np.minimum(row0 + half, row1)
+    row0, row1, owner = tiles
+    middle = np.minimum(row0.take(which) + half, row1.take(which))
     return Tiles(
-        row0=np.concatenate([tiles.row0, row0, middle]),
-        row1=np.concatenate([tiles.row1, middle, row1]),
-        owner=np.concatenate([tiles.owner, owner, owner]),
+        row0=np.concatenate([row0, middle]),
+        row1=np.concatenate([row1, middle]),
+        owner=np.concatenate([owner, owner.take(which)]),
     )
