@@ -25,7 +25,7 @@ FEW = 4
 # In launches that take so many times as much as one more, SMs that have one program more than others cost as much.
 LONG = 100
 # What is larger by less than this may be as large.
-ROUNDING = 1 + 1e-9
+ROUNDING = 1 + 1e-6
 
 
 class Blocks(NamedTuple):

@@ -276,10 +276,10 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
         tiles = _with_middles(tiles, halved, (step // 2).take(owner.take(halved)))
     seen = levels.nodes_of_tiles(tiles, top, table.below(segments), table.span.take(segments))
     # Tokens of each tile, and those of them that not all of its rows see. All numbers are whole, so no sum is rounded.
-    walked, low = table.token_sums.take(seen.high), table.token_sums.take(seen.low)
-    before_low, before_high = np.add.reduceat(low, seen.indptr[:-1]), np.add.reduceat(walked, seen.indptr[:-1])
+    walked, before = table.token_sums.take(seen.high), table.token_sums.take(seen.low)
+    before_high, before_low = np.add.reduceat(walked, seen.indptr[:-1]), np.add.reduceat(before, seen.indptr[:-1])
     tokens = (before_high - before_low)[:num_tiles]
-    walked -= low
+    walked -= before
     walked *= seen.partly
     masked = np.add.reduceat(walked, seen.indptr[:-1])[:num_tiles]
     alone = np.zeros(num_tiles)  # of one half of a tile, beyond those of the other
