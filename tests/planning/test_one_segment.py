@@ -11,7 +11,7 @@ from tree_attention_jax.planning.strategies._levels import Levels
 from tree_attention_jax.planning.strategies._one_segment import one_segment
 from tree_attention_jax.planning.strategies._segmentation import cheapest
 from tree_attention_jax.planning.strategies._segments import NodeTokens, SegmentTable, segment_times
-from tree_attention_jax.planning.strategies.auto import MAX_SPAN, SHORTEST_STEP
+from tree_attention_jax.planning.strategies.auto import CHEAP, MAX_SPAN, SHORTEST_STEP
 
 
 def random_tree(rng: np.random.Generator) -> ta.TokenTree:
@@ -34,7 +34,8 @@ def random_tree(rng: np.random.Generator) -> ta.TokenTree:
 
 @pytest.mark.parametrize("gpu", load_profiles())
 @pytest.mark.parametrize("heads", [(16, 1), (32, 8), (32, 32), (256, 1)], ids=str)
-def test_only_what_the_programme_chooses(gpu: str, heads: tuple[int, int]):
+@pytest.mark.parametrize("price", [1.0, CHEAP])
+def test_only_what_the_programme_chooses(gpu: str, heads: tuple[int, int], price: float):
     rng = np.random.default_rng(heads[0] + heads[1])
     claimed = 0
     for _ in range(60):
@@ -43,14 +44,17 @@ def test_only_what_the_programme_chooses(gpu: str, heads: tuple[int, int]):
             continue
         levels, shapes = Levels.of(problem, MAX_SPAN), shapes_for(problem, SHORTEST_STEP)
         nodes = NodeTokens.of(levels, problem.unit)
-        found = one_segment(problem, shapes, levels, nodes)
+        found = one_segment(problem, shapes, levels, nodes, price)
         if found is None:
             continue
         claimed += 1
         few, few_times, place = found
         table = SegmentTable.of(levels, nodes)
         times = segment_times(problem, shapes, table)
-        (best,) = cheapest(problem, table, times.min(axis=0))
+        (best,) = cheapest(problem, table, times.min(axis=0), price)
+        # Nor would it choose another one if partials cost more, or with the best shape alone.
+        assert cheapest(problem, table, times.min(axis=0)) == best
+        assert cheapest(problem, table, times[times[:, best].argmin()], price) == best
         assert (table.top[best], table.span[best]) == (few.top[place], few.span[place])
         for one, other in ((best, place), (table.all_in_one(), few.all_in_one())):
             np.testing.assert_array_equal(times[:, one], few_times[:, other])

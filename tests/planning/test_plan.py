@@ -127,3 +127,12 @@ def test_refused(changed: dict, error: type, message: str):
     arguments = {"tree": TREE, "page_size": 16, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     with pytest.raises(error, match=message):
         ta.plan_tree(**(arguments | changed))
+
+
+def test_tiles_times_rows_of_a_tree_exceed_32_bits():
+    """They are places in the levels of a tree: 5,625 tiles of ten levels of 45,000 rows."""
+    leaves, chain = 45_000, 9
+    parent = np.concatenate([np.arange(-1, chain - 1), np.full(leaves, chain - 1)])
+    tree = ta.TokenTree(parent, np.ones(len(parent), np.int32))
+    plan = ta.plan_tree(tree, 16, num_q_heads=16, num_kv_heads=1, gpu="NVIDIA H200")
+    plan.check(tree)

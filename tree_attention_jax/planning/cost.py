@@ -316,6 +316,21 @@ def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, 
     return profile.launch_us + np.maximum(busy, least)
 
 
+def least_time(profile: GpuProfile, costs: LaunchCosts, steps, items, memory) -> Any:
+    """No more than :func:`launch_time`, whatever the longest item is, and of as many items or more."""
+    work = items * costs.item_work_us
+    work += steps * (costs.step_us * costs.programs)
+    exposed = np.minimum(work, memory)
+    exposed *= OVERLAP
+    busy = np.maximum(work, memory)
+    busy += np.minimum(exposed, MAX_EXPOSED_US)
+    least = steps * costs.step_bytes
+    least /= profile.l2_bytes_per_us
+    np.maximum(busy, least, out=busy)
+    busy += profile.launch_us
+    return busy
+
+
 def _ceil(values: Any) -> Any:
     """Of quotients that may be a whole number and a little."""
     return np.ceil(values - 1e-9)

@@ -111,7 +111,7 @@ def _expand(
     if problem.horizon:
         # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
         chunk0 = np.where(pieces.reserve, ceil_div(start, unit), chunk0)
-    counts = ceil_div(stop, unit) - chunk0
+    counts: np.ndarray = (ceil_div(stop, unit) - chunk0).astype(np.intp)  # as repeat would make them each time
     if repeats is not None:
         counts[:num_plain] *= ~repeats.take(pieces.tile[:num_plain])
     upto = exclusive_cumsum(counts)
@@ -125,11 +125,13 @@ def _expand(
         order = _with_reserves_last(pieces, piece, chunk)
         piece, chunk = piece.take(order), chunk.take(order)
 
+    masked_counts = counts[num_plain:]
+
     def spread(values: np.ndarray) -> np.ndarray:
         return values.take(piece) if problem.horizon else values.repeat(counts)
 
     def spread_masked(values: np.ndarray) -> np.ndarray:
-        return values.take(piece[border:]) if problem.horizon else values[num_plain:].repeat(counts[num_plain:])
+        return values.take(piece[border:]) if problem.horizon else values[num_plain:].repeat(masked_counts)
 
     if units[0] != units[1]:
         unit = spread(unit)
@@ -152,25 +154,35 @@ def _expand(
         low = np.where(spread_masked(pieces.causal), ~seen_from, low)
     tile, node, chunk = (pieces.tile.take(piece), node.take(piece), chunk) if problem.horizon else (none, none, none)
 
-    def part(first: int, last: int, which: slice, rows: tuple[np.ndarray, np.ndarray]) -> Entries:
-        of_tile, listed = pieces.tile[first:last], counts[first:last]
-        held = real = np.bincount(of_tile, listed, num_tiles).astype(np.int32)
-        if problem.horizon:
-            real = np.bincount(of_tile, listed * ~pieces.reserve[first:last], num_tiles).astype(np.int32)
-        return Entries(
-            word=word[which],
-            position=position[which],
-            low=rows[0],
-            high=rows[1],
-            begin=exclusive_cumsum(held)[:-1],
-            real=real,
-            tile=tile[which],
-            node=node[which],
-            chunk=chunk[which],
-        )
-
-    plain, others = slice(0, border), slice(border, len(word))
-    return part(0, num_plain, plain, (none, none)), part(num_plain, len(counts), others, (low, high))
+    # Of the plain entries of each tile, then of the masked ones.
+    lists = pieces.tile + num_tiles * pieces.masked
+    held = real = np.bincount(lists, counts, 2 * num_tiles).astype(np.int32)
+    if problem.horizon:
+        real = np.bincount(lists, counts * ~pieces.reserve, 2 * num_tiles).astype(np.int32)
+    begins = exclusive_cumsum(held)
+    plain = Entries(
+        word[:border],
+        position[:border],
+        none,
+        none,
+        begins[:num_tiles],
+        real[:num_tiles],
+        tile[:border],
+        node[:border],
+        chunk[:border],
+    )
+    masked = Entries(
+        word[border:],
+        position[border:],
+        low,
+        high,
+        begins[num_tiles:-1] - border,
+        real[num_tiles:],
+        tile[border:],
+        node[border:],
+        chunk[border:],
+    )
+    return plain, masked
 
 
 def _with_reserves_last(pieces: Pieces, piece: np.ndarray, chunk: np.ndarray) -> np.ndarray:

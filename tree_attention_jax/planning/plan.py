@@ -234,7 +234,7 @@ def make_problem(
         tree=tree,
         layout=tree.layout,
         page_size=page_size,
-        heads=Heads(num_q_heads, num_kv_heads, head_dim, v_head_dim, _itemsize(dtype)),
+        heads=_heads(num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype),
         horizon=horizon,
         sliding_window=sliding_window,
         profile=profile_for(gpu),
@@ -242,9 +242,9 @@ def make_problem(
     )
 
 
-@functools.lru_cache(maxsize=16)
-def _itemsize(dtype: Any) -> int:
-    return jnp.dtype(dtype).itemsize
+@functools.lru_cache(maxsize=64)
+def _heads(num_q_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: Any) -> Heads:
+    return Heads(num_q_heads, num_kv_heads, head_dim, v_head_dim, jnp.dtype(dtype).itemsize)
 
 
 _INTEGERS = (int, np.integer)

@@ -3,6 +3,7 @@
 An item that outlasts all others leaves the GPU idle, so it is split, at the price of more partials. Flash-Decoding
 splits by a fixed count and FastTree by thresholds on the number of programs. Here each candidate length is priced: work
 over all SMs, the longest item's latency, and the partials that the pieces write. Many launches are priced at once.
+Often a bound shows that none of a few launches gains by it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax.planning.cost import LaunchCosts, launch_time
+from tree_attention_jax._arrays import all_of, any_of
+from tree_attention_jax.planning.cost import LaunchCosts, launch_time, least_time
 from tree_attention_jax.planning.problem import Problem
 
 MIN_TOKENS = 64
 # A launch whose longest item takes no more than this share of it is not worth splitting.
 SHORT_TAIL = 0.2
+# Of more launches at once, one or the other gains by splitting nearly always; so do those that write partials anyhow.
+FEW = 4
+# In launches that take so many times as much as one more, SMs that have one program more than others cost as much.
+LONG = 100
+# What is larger by less than this may be as large.
+ROUNDING = 1 + 1e-6
 
 
 class Blocks(NamedTuple):
@@ -44,7 +52,7 @@ def price(
 
     Returns:
         [lengths, L] microseconds, with the partials that splitting adds, without end where a limit makes no sense, and
-        [lengths] tokens that an item may have at most; 0: none is split.
+        [lengths] tokens that an item may have at most; 0: none is split. The first is 0; no others if none can be best.
     """
     profile, first = problem.profile, blocks.first
     longest, block_kv = blocks.tokens, costs.block_kv
@@ -56,17 +64,34 @@ def price(
     if not single:
         steps = np.add.reduceat(steps, first)
     length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
+    if len(first) <= FEW and not any_of(reduced):
+        # With shorter items launches take as much all the same, and one more for the partials.
+        items = blocks.tiles if single else np.add.reduceat(blocks.tiles, first)
+        least = least_time(profile, costs, steps, items, memory)
+        least += profile.launch_us
+        most = np.ceil(longest / costs.block_kv)
+        may_gain = most * costs.latency_us > least
+        may_gain |= least > LONG * profile.launch_us
+        if not any_of(may_gain):
+            time = launch_time(profile, costs, steps, items, most, memory)
+            if all_of(least > ROUNDING * time):
+                return time[None], limits[:1]
     items, written = _splits(blocks, length, reduced)
-    most = np.ceil(np.minimum(length, longest) / costs.block_kv)
+    # All repeated for each length: NumPy takes three times as long for short arrays that it has to broadcast.
+    of_launches = np.array([*costs, steps, memory, longest])[:, None]
+    *of_each, steps, memory, longest = of_launches.repeat(len(length), axis=1)
+    costs = LaunchCosts(*of_each)
+    tokens = np.minimum(length, longest)  # of the longest item
+    most = np.ceil(tokens / costs.block_kv)
     time = launch_time(profile, costs, steps, items, most, memory)
-    split, shorter = time[1:], length[1:]
-    senseless = shorter < costs.block_kv
-    senseless |= shorter >= longest
-    senseless |= most[0] * costs.latency_us <= SHORT_TAIL * time[0]
+    senseless = tokens < costs.block_kv
+    senseless |= tokens >= longest
+    senseless |= most[0] * costs.latency_us[0] <= SHORT_TAIL * time[0]
     written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
     time += written
+    split = time[1:]
     split += profile.launch_us * ~reduced
-    np.copyto(split, np.inf, where=senseless)
+    np.copyto(split, np.inf, where=senseless[1:])
     return time, limits
 
 

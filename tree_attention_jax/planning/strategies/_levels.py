@@ -168,7 +168,7 @@ class Levels:
         indptr = exclusive_cumsum(pairs)
         at = (above.take(top) + below * stride).take(owner)  # where a tile begins in its first level
         at += row0
-        at -= indptr[:-1] * stride
+        at -= indptr[:-1].astype(np.int64) * stride  # the product may exceed 32 bits
         low = np.arange(0, int(indptr[-1]) * stride, stride)
         low += at.repeat(pairs)
         high = low + (row1 - row0).repeat(pairs)

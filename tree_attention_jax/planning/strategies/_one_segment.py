@@ -24,17 +24,23 @@ from tree_attention_jax.planning.strategies._segments import NodeTokens, Segment
 
 # The programme adds up times that are float32: one that is worse by less than this may be chosen all the same.
 ROUNDING = 1 + 1e-4
+# Where the root holds more than this share of all tokens, a segment of its own, which needs no masks, is likely to pay.
+# The bound hardly ever shows the contrary then: it is not worth its time.
+LONG_ROOT = 1 / 8
 
 
 def one_segment(
-    problem: Problem, shapes: ShapeTable, levels: Levels, nodes: NodeTokens
+    problem: Problem, shapes: ShapeTable, levels: Levels, nodes: NodeTokens, price: float
 ) -> tuple[SegmentTable, np.ndarray, int] | None:
     """A table of few segments, their times, and the place of the one that is best; None: there may be a better one.
 
+    With such a price of partials, as a factor, or a higher one; with all shapes, or the best of that segment alone.
     None as well where the bounds do not hold: several trees, whose segments write no partials; queries above leaves.
     """
     last = levels.depth - 2  # levels below the root
     if levels.begin[2] != 2 or last == 0 or levels.depth > levels.spans:
+        return None
+    if nodes.tokens[1] > LONG_ROOT * nodes.sums[-1]:
         return None
     if int(np.add.reduce(levels.rows.take(levels.leaf))) != problem.layout.num_rows:
         return None
@@ -51,7 +57,7 @@ def one_segment(
     memory = (tokens[-1] - tokens[1:-1]) * (heads.token_bytes / profile.bytes_per_us)
     least = np.maximum(work, memory) + OVERLAP * np.minimum(work, memory)
     rows = of_levels[2]
-    least += (rows[1] + rows[2:]) * (heads.partial_bytes / profile.partial_bytes_per_us)
+    least += (rows[1] + rows[2:]) * (price * heads.partial_bytes / profile.partial_bytes_per_us)
     best = np.minimum.reduce(time)
     best[0] = min(best[0], best[last + 1])  # the root by itself, with masks or without
     least += best[:last]

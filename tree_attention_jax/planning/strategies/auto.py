@@ -126,7 +126,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     rows also the optimum where partials are cheap."""
     nodes = NodeTokens.of(levels, problem.unit)
     few = problem.heads.num_kv_heads == 1 and problem.layout.num_rows <= FEW_ROWS
-    whole = None if few else one_segment(problem, shapes, levels, nodes)
+    whole = one_segment(problem, shapes, levels, nodes, CHEAP if few else 1.0)
     if whole is not None:
         table, time, place = whole
         best = np.array([place])
@@ -142,9 +142,9 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         counts.append(len(found[-1]))
         shape_of.append(np.full(counts[-1], index))
     if few:
-        cheap = cheapest(problem, table, np.minimum.reduce(time), CHEAP)
+        cheap = best if whole is not None else cheapest(problem, table, np.minimum.reduce(time), CHEAP)
         for index in np.bincount(time.take(cheap, axis=1).argmin(axis=0)).nonzero()[0]:
-            found.append(cheapest(problem, table, time[index], CHEAP))
+            found.append(best if whole is not None else cheapest(problem, table, time[index], CHEAP))
             counts.append(len(found[-1]))
             shape_of.append(np.full(counts[-1], index))
     twin = 0
@@ -152,7 +152,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         every = np.arange(len(shapes.tiles))
         if len(best) == 1 and levels.depth > 2:
             twin = len(counts) + int(shape[0])
-        found.append(np.full(len(every), table.all_in_one()))
+        found.append(np.array([table.all_in_one()]).repeat(len(every)))
         counts += [1] * len(every)
         shape_of.append(every)
     owner = np.arange(len(counts)).repeat(counts)
@@ -212,7 +212,8 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     if candidates.twin in ranks and 0 in ranks and candidates.twin:
         ranks.remove(candidates.twin)
     stays = np.zeros(len(time), bool)
-    stays[ranks] = True
+    for which in ranks:  # faster than an index of so few
+        stays[which] = True
     stays = stays.take(whose)
     mine, ours = stays.take(place).nonzero()[0], stays.nonzero()[0]
     first = mine.searchsorted(first.take(ours))
@@ -271,19 +272,22 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     np.minimum(row1, levels.row_end.take(top).take(owner), out=row1)
     tiles, num_tiles = Tiles(row0, row1, owner), len(row0)
     halved = shapes.launches_of_halves.take(plans.launch).take(of_tile).nonzero()[0]
-    if len(halved):  # their halves are looked at along with the tiles
-        tiles = _with_halves(tiles, halved, (step // 2).take(owner.take(halved)))
+    if len(halved):  # the middles of these are looked at along with the tiles
+        tiles = _with_middles(tiles, halved, (step // 2).take(owner.take(halved)))
     seen = levels.nodes_of_tiles(tiles, top, table.below(segments), table.span.take(segments))
-    # Tokens of each tile, and those of them that not all of its rows see.
-    walked = table.token_sums.take(seen.high)
-    walked -= table.token_sums.take(seen.low)
-    tokens = np.add.reduceat(walked, seen.indptr[:-1])
+    # Tokens of each tile, and those of them that not all of its rows see. All numbers are whole, so no sum is rounded.
+    walked, before = table.token_sums.take(seen.high), table.token_sums.take(seen.low)
+    before_high, before_low = np.add.reduceat(walked, seen.indptr[:-1]), np.add.reduceat(before, seen.indptr[:-1])
+    tokens = (before_high - before_low)[:num_tiles]
+    walked -= before
     walked *= seen.partly
     masked = np.add.reduceat(walked, seen.indptr[:-1])[:num_tiles]
-    tokens, of_halves = tokens[:num_tiles], tokens[num_tiles:]
     alone = np.zeros(num_tiles)  # of one half of a tile, beyond those of the other
     if len(halved):
-        busier = np.maximum.reduce(of_halves.reshape(2, -1)) - (tokens - masked).take(halved)
+        # The first half sees all up to the middle, the second one all from there on.
+        busier = before_high[num_tiles:] - before_low.take(halved)
+        np.maximum(busier, before_high.take(halved) - before_low[num_tiles:], out=busier)
+        busier -= (tokens - masked).take(halved)
         alone[halved] = np.maximum(2 * busier - masked.take(halved), 0)
     in_all = np.maximum(np.add.reduceat(tokens, first), 1)
     masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
@@ -315,21 +319,21 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
         end=problem.tree.kv_len.take(node),
         tile=(which - low).astype(np.int32),
         max_tokens=limits.take(times.argmin(axis=0).take(which)),
-        tiles=tuple(shapes.tiles[index] for index in kind[low:high].tolist()),
+        tiles=tuple([shapes.tiles[index] for index in kind[low:high].tolist()]),
         uniform=_is_tiny(problem),
     )
     return tiling, float(time[winner]), float(np.maximum.reduce(alone[low:high]))
 
 
-def _with_halves(tiles: Tiles, which: np.ndarray, half: np.ndarray) -> Tiles:
-    """The tiles; then the first so many rows of some of them, and then the other rows of these.
+def _with_middles(tiles: Tiles, which: np.ndarray, half: np.ndarray) -> Tiles:
+    """The tiles; then for some of them an empty one between their first so many rows and the others.
 
-    Where there are no other rows, the empty tile counts for no more than what sees both rows beside it.
+    Where there are no others, it lies at the end.
     """
-    row0, row1, owner = tiles.row0.take(which), tiles.row1.take(which), tiles.owner.take(which)
-    middle = np.minimum(row0 + half, row1)
+    row0, row1, owner = tiles
+    middle = np.minimum(row0.take(which) + half, row1.take(which))
     return Tiles(
-        row0=np.concatenate([tiles.row0, row0, middle]),
-        row1=np.concatenate([tiles.row1, middle, row1]),
-        owner=np.concatenate([tiles.owner, owner, owner]),
+        row0=np.concatenate([row0, middle]),
+        row1=np.concatenate([row1, middle]),
+        owner=np.concatenate([owner, owner.take(which)]),
     )
