@@ -8,7 +8,6 @@ keys of a part lies the piece of the entry list that begins with it.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -311,7 +310,8 @@ def _pack(held: Sequence[tuple[Scalar, Scalar]]) -> tuple[Scalar, ...]:
     """Where the tokens of a step's entries begin and how many there are, two entries a word: the loading warpgroup has
     few registers to keep them in."""
     half = [begin << 8 | filled for begin, filled in held]
-    return tuple(low | high << 16 for low, high in itertools.zip_longest(half[::2], half[1::2], fillvalue=0))
+    half += [jnp.int32(0)] * (len(half) % 2)
+    return tuple(low | high << 16 for low, high in zip(half[::2], half[1::2]))
 
 
 def _finish(shared: Shared, step: Scalar, part: int, packed: tuple[Scalar, ...], geo: Geometry) -> None:
