@@ -321,7 +321,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _named(cell: Cell) -> dict[str, Any]:
-    return {"tree": cell.name, "heads": list(cell.heads), "head_dim": cell.head_dim, "page_size": cell.page_size}
+    named = {"tree": cell.name, "heads": list(cell.heads), "head_dim": cell.head_dim, "page_size": cell.page_size}
+    commit = harness.environment().get("commit")
+    return {**named, "commit": commit} if commit else named  # --resume adds to rows of another one
 
 
 class _Progress:

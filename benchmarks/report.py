@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +92,32 @@ def _summary(ours: dict[str, Any], known: dict[tuple, list[PeerTime]]) -> str:
         "",
         f"Time over (physical floor + 3 us): {floor:.2f} on average. Whole calls queued back to back take "
         f"{np.median(wall):.2f} times the kernels' sum (median){_whole_calls(ours, rows)}. "
-        f"Largest relative error against float64: {error:.1e}. {_where_measured(known)}",
+        f"Largest relative error against float64: {error:.1e}. {_where_measured(known)}{_commits(rows)}",
     ]
     planned = [row for row in rows if "plan_ms" in row and key_of(row) in best]
     if planned:
         with_plan = mean(best[key_of(row)].us / (row["us"] + row["plan_ms"] * 1e3 / LAYERS) for row in planned)
+        plan_ms = np.median([row["plan_ms"] for row in planned])
         lines[-1] += (
-            f" Planning takes {np.median([row['plan_ms'] for row in planned]):.2f} ms of the host a step (median); "
+            f" Planning takes {plan_ms:.2f} ms of the host a step (median, beside processes that compile); "
             f"counted in full over {LAYERS} layers, against peers without theirs, the ratio is {with_plan:.2f}."
         )
     return "\n".join(lines)
+
+
+def _commits(rows: list[dict[str, Any]]) -> str:
+    """How many cells are of which commit, if of several."""
+    of: dict[str, set[tuple[int, int]]] = {}
+    for row in rows:
+        of.setdefault(row.get("commit", "?"), set()).add(tuple(row["heads"]))
+    if len(of) < 2:
+        return ""
+    counts = Counter(row.get("commit", "?") for row in rows)
+    told = [
+        f"{counts[commit]} at {commit} (heads {', '.join(f'{q}/{kv}' for q, kv in sorted(of[commit]))})"
+        for commit in sorted(of, key=counts.__getitem__, reverse=True)
+    ]
+    return f" Cells measured: {'; '.join(told)}, each with its peers."
 
 
 def _whole_calls(ours: dict[str, Any], rows: list[dict[str, Any]]) -> str:

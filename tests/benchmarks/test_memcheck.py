@@ -5,7 +5,7 @@ import pytest
 from benchmarks import memcheck
 
 
-def test_cases_agree_with_xla(monkeypatch, capsys):
+def test_cases_agree_with_numpy(monkeypatch, capsys):
     monkeypatch.setattr(memcheck, "CASES", memcheck.CASES[-1:])
     assert memcheck.main(["--implementations", "xla"]) == 0
     assert "r128" in capsys.readouterr().out

@@ -79,13 +79,22 @@ def test_peers_beside_ours_replace_recorded_ones(root):
     report.main(root)
     text = (root / "README.md").read_text()
     assert "| all | 1.50 | 1 of 1 |" in text
-    assert "Planning takes 0.16 ms of the host a step (median); counted in full over 32 layers" in text
+    assert "Planning takes 0.16 ms of the host a step (median, beside processes that compile); counted in full" in text
+    assert "Cells measured" not in text  # all of one commit
     assert "the ratio is 1.00." in text  # 15 us against 10 + 5
     assert "Measured beside ours in one process: DeFT, FastTree." in text
     assert "Recorded in runs of their own on the same kind of machine: PAT." in text
     assert "| 15.0 PAT | 1.50 |" in (root / "docs" / "performance.md").read_text()
     # 20 us of FastTree's as a CUDA graph, against 10.5
     assert "ahead of the best whole call beside them in 1 of 1 cells, 1.90 times" in text
+
+
+def test_cells_of_several_commits_are_told_apart(root):
+    cells = [row(commit="abc1234"), row("1,4_32,16", commit="abc1234"), row("1,8_32,16", commit="0123456")]
+    write(root, "fasttree", rows=cells, peers=[peer("FastTree", 30.0)])
+    report.main(root)
+    told = "Cells measured: 2 at abc1234 (heads 32/8); 1 at 0123456 (heads 32/8), each with its peers."
+    assert told in (root / "README.md").read_text()
 
 
 def test_other_suites_appear_when_they_are_measured(root):
