@@ -90,7 +90,8 @@ def test_peers_beside_ours_replace_recorded_ones(root):
 
 
 def test_cells_of_several_commits_are_told_apart(root):
-    cells = [row(commit="abc1234"), row("1,4_32,16", commit="abc1234"), row("1,8_32,16", commit="0123456")]
+    trees = {"1,2_32,16": "abc1234", "1,4_32,16": "abc1234", "1,8_32,16": "0123456"}
+    cells = [row(tree, wall_us=10.5, commit=commit) for tree, commit in trees.items()]
     write(root, "fasttree", rows=cells, peers=[peer("FastTree", 30.0)])
     report.main(root)
     told = "Cells measured: 2 at abc1234 (heads 32/8); 1 at 0123456 (heads 32/8), each with its peers."
