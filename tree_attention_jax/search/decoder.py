@@ -215,8 +215,8 @@ class TreeDecoder:
     ) -> list[Generated]:
         """Samples a continuation of each leaf, with a plan every `horizon` steps and no host in between.
 
-        While the device runs, the host plans ahead. Controllers that decide at every step cannot
-        use this; those that decide between thoughts (`TreeOfThoughts`) or at the end (best of n) can.
+        While the device runs, the host plans ahead. Controllers that decide at every step cannot use this; those that
+        decide between thoughts (`TreeOfThoughts`) or at the end (best of n) can.
 
         Args:
             leaves: int [L], without pending tokens. They stay, longer by what they generated; the last token of

@@ -75,7 +75,7 @@ def generate(
     while flying is not None:
         following = run.dispatch(ahead=run.block_steps)
         run.land(flying)
-        # Nothing but idling sequences in the next block: it ends at once, and brings nothing.
+        # Where all have ended, the next block brings nothing: on a CPU it ends at once, on a GPU it takes its steps.
         flying = following
     return run.finish()
 
