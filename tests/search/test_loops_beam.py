@@ -20,6 +20,7 @@ from tree_attention_jax.search.loops import (
     beam_search,
     forward_on_paths,
     path_attention,
+    strides,
 )
 
 pytestmark = pytest.mark.usefixtures("compile_unoptimised")
@@ -61,12 +62,19 @@ CASES = {
     "one token": dict(width=3, max_length=1),
     "eos": dict(width=4, max_length=9, eos=[7, 2, 5], length_penalty=0.7),
     "early stop": dict(width=3, max_length=9, eos=[7, 2, 5, 0], early_stop=True),
+    # As on a GPU, where a loop goes on past its end: of length, or of all beams.
+    "length in strides": dict(width=4, max_length=6, eos=[7]),
+    "early stop in strides": dict(width=3, max_length=11, eos=[7, 2, 5, 0], early_stop=True),
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param("one token", marks=pytest.mark.slow), "eos", "early stop"])
-def test_the_device_finds_what_the_host_finds(case):
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name == "one token")) for name in CASES]
+)
+def test_the_device_finds_what_the_host_finds(case, monkeypatch):
     options = CASES[case]
+    if "strides" in case:  # no other case has a program of this size
+        monkeypatch.setattr(strides, "launched_ahead", lambda: 8)
     decoder = make_decoder(num_layers=1)
     leaf, logits = decoder.prefill(PROMPT)
     free = decoder.tree.pool.num_free

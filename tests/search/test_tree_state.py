@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from tree_attention_jax.search.tree_state import TreeState
 
 CAPACITY, LEAVES, DEPTH = 24, 4, 8
 append, fork = jax.jit(tree_state.append), jax.jit(tree_state.fork)
+on_paths = jax.jit(tree_state.on_paths)
 path_pages = jax.jit(tree_state.path_pages, static_argnums=2)
 path_tokens = jax.jit(tree_state.path_tokens, static_argnums=2)
 NO_LEAVES, EVERY_LEAF = np.full(LEAVES, -1, np.int32), np.ones(LEAVES, bool)
@@ -131,6 +134,35 @@ def test_the_whole_loop_runs_under_jit():
     for t, p in zip(tokens, parents):
         expected = fork(*append(*expected, t, EVERY_LEAF), p)
     jax.tree.map(np.testing.assert_array_equal, (state, leaves), expected)
+
+
+def test_nothing_in_a_step_ends_by_data():
+    """Loops that do make a GPU wait for the host."""
+    state = TreeState.create(slots=SLOTS)
+    for step in (
+        lambda state: tree_state.append(state, NO_LEAVES, NO_LEAVES),
+        lambda state: tree_state.fork(state, NO_LEAVES, np.zeros(LEAVES, np.int32)),
+        lambda state: tree_state.path_pages(state, NO_LEAVES, DEPTH),
+        lambda state: tree_state.on_paths(state, NO_LEAVES),
+    ):
+        assert "while[" not in str(jax.make_jaxpr(step)(state))
+
+
+def test_nodes_on_paths():
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        parent = np.array([int(rng.integers(-1, max(1, i))) if i else -1 for i in range(CAPACITY)], np.int32)
+        parent[rng.random(CAPACITY) < 0.2] = tree_state.FREE
+        nodes = rng.integers(-1, CAPACITY, 3).astype(np.int32)
+        wanted = np.zeros(CAPACITY, bool)
+        for node in nodes.tolist():
+            while node >= 0:
+                wanted[node] = True
+                node = int(parent[node])
+        state = replace(TreeState.create(CAPACITY), parent=jnp.asarray(parent))
+        assert np.asarray(on_paths(state, nodes)).tolist() == wanted.tolist()
+    line = replace(TreeState.create(CAPACITY), parent=jnp.arange(-1, CAPACITY - 1, dtype=jnp.int32))
+    assert np.asarray(on_paths(line, np.array([CAPACITY - 1]))).all()
 
 
 def test_a_batch_of_trees_by_vmap():

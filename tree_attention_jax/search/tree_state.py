@@ -13,6 +13,7 @@ Everything is integer arithmetic in fixed shapes: it works under `vmap` (a batch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax
@@ -129,38 +130,52 @@ def path_length(state: TreeState, leaves: jax.Array) -> jax.Array:
     return jnp.where(leaves < 0, 0, state.depth[jnp.maximum(leaves, 0)] + 1)
 
 
+def on_paths(state: TreeState, nodes: jax.Array) -> jax.Array:
+    """bool [capacity]: which nodes lie on a path to one of `nodes` int32 [n], negative ones aside."""
+    marked = jnp.zeros(state.capacity + 1, jnp.int32).at[_scatterable(nodes, state)].set(1)
+    for up in _jumps(state, state.capacity):
+        marked = marked.at[up].max(marked)
+    return marked[:-1] > 0
+
+
 def _along_paths(state, leaves, max_depth, values):
     lengths = jnp.minimum(path_length(state, leaves), max_depth)
-    rows = jnp.arange(leaves.shape[0])
-
-    def step(i, carry):
-        nodes, out = carry
-        at = jnp.where(nodes < 0, max_depth, lengths - 1 - i)
-        at = jnp.where(at < 0, max_depth, at)  # dropped: above the last `max_depth` tokens
-        out = out.at[rows, at].set(values[jnp.maximum(nodes, 0)], mode="drop")
-        return jnp.where(nodes < 0, nodes, state.parent[jnp.maximum(nodes, 0)]), out
-
-    out = jnp.zeros((leaves.shape[0], max_depth), jnp.int32)
-    return jax.lax.fori_loop(0, max_depth, step, (leaves, out))[1], lengths
+    above = _scatterable(leaves, state)[:, None]  # a leaf, and so many of its ancestors
+    for up in _jumps(state, max_depth):
+        above = jnp.concatenate([above, up[above]], axis=1)
+    nth = lengths[:, None] - 1 - jnp.arange(max_depth)
+    nodes = jnp.take_along_axis(above, jnp.maximum(nth, 0), axis=1)
+    return jnp.where(nth >= 0, values[jnp.minimum(nodes, state.capacity - 1)], 0), lengths
 
 
 def _free_unneeded(state):
-    def unneeded(state):
-        return (state.refs == 0) & (state.parent != FREE)
+    """Frees the nodes that no leaf goes through; a leaf is what has more references than children."""
+    used = state.parent != FREE
+    up = _scatterable(state.parent, state)
+    children = jnp.zeros_like(state.refs).at[jnp.where(used, up, state.capacity)].add(1, mode="drop")
+    numbers = jnp.arange(state.capacity, dtype=jnp.int32)
+    dead = used & ~on_paths(state, jnp.where(used & (state.refs > children), numbers, ROOT))
+    place = jnp.where(dead, state.num_free + jnp.cumsum(dead) - 1, state.capacity)
+    refs = state.refs.at[jnp.where(dead, up, state.capacity)].add(-1, mode="drop")
+    return replace(
+        state,
+        parent=jnp.where(dead, FREE, state.parent),
+        refs=jnp.where(dead, 0, refs),
+        free=state.free.at[place].set(numbers, mode="drop"),
+        num_free=state.num_free + dead.sum(dtype=jnp.int32),
+    )
 
-    def step(state):
-        dead = unneeded(state)
-        place = jnp.where(dead, state.num_free + jnp.cumsum(dead) - 1, state.capacity)
-        above = jnp.where(dead, _scatterable(state.parent, state), state.capacity)
-        return replace(
-            state,
-            parent=jnp.where(dead, FREE, state.parent),
-            refs=state.refs.at[above].add(-1, mode="drop"),
-            free=state.free.at[place].set(jnp.arange(state.capacity, dtype=jnp.int32), mode="drop"),
-            num_free=state.num_free + dead.sum(dtype=jnp.int32),
-        )
 
-    return jax.lax.while_loop(lambda s: unneeded(s).any(), step, state)  # one round a level that dies
+def _jumps(state: TreeState, longest: int) -> Iterator[jax.Array]:
+    """int32 [capacity + 1] each: ancestors 1, 2, 4, ... levels up; `capacity` above the roots, and above itself.
+
+    As many as paths of `longest` nodes need. Doubling takes log2 as many passes as going up level by level. And how many
+    is known beforehand: a loop that ends by data makes a GPU wait for the host (`loops/strides.py`).
+    """
+    up = jnp.append(_scatterable(state.parent, state), state.capacity)
+    for _ in range(max(longest - 1, 0).bit_length()):
+        yield up
+        up = up[up]
 
 
 def _scatterable(nodes, state):

@@ -20,6 +20,7 @@ from tree_attention_jax.planning.plan import TreePlan
 from tree_attention_jax.search.controller import Hypothesis, as_token_set
 from tree_attention_jax.search.loops.paths import for_loops, forward_on_paths
 from tree_attention_jax.search.loops.sampling import is_any_of
+from tree_attention_jax.search.loops.strides import while_in_strides
 from tree_attention_jax.search.loops.workspace import Workspace
 from tree_attention_jax.search.tree_state import TreeState, append, fork, path_pages
 
@@ -116,7 +117,8 @@ def beam_loop(
     rules: BeamRules,
     implementation: str | tuple[str, ...] | None = None,
 ) -> tuple[Ended, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The loop itself: a `lax.while_loop` until no running beam can matter.
+    """The loop itself: a `lax.while_loop` until no running beam can matter (`while_in_strides`: on a GPU, up to 7 steps
+    longer).
 
     Args:
         model, k_pages, v_pages: as for `sample_block`; the pages are donated.
@@ -150,10 +152,13 @@ def beam_loop(
         logits, k_pages, v_pages = forward_on_paths(
             model, k_pages, v_pages, plan, new, positions, state.slot[leaves], slots, lengths, implementation
         )
-        return _decide(beams, logits, rules), state, leaves, k_pages, v_pages
+        # A step after the end changes nothing but K/V that nobody reads any more.
+        grown = _decide(beams, logits, rules), state, leaves
+        kept = jax.tree.map(partial(jnp.where, goes_on(carry)), grown, carry[:3])
+        return *kept, k_pages, v_pages
 
     start = (beams, state, leaves, tuple(k_pages), tuple(v_pages))
-    beams, _, _, k_pages, v_pages = jax.lax.while_loop(goes_on, one_step, start)
+    beams, _, _, k_pages, v_pages = while_in_strides(goes_on, one_step, start)
     left = jnp.where(beams.over, -jnp.inf, beams.log_probs)  # those that run into the length limit end there
     return _with_ended(beams.ended, beams.tokens, left, beams.length, rules), k_pages, v_pages
 

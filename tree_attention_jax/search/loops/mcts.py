@@ -27,7 +27,7 @@ from tree_attention_jax.search.controller import as_token_set
 from tree_attention_jax.search.loops.paths import for_loops, forward_on_paths
 from tree_attention_jax.search.loops.sampling import is_any_of
 from tree_attention_jax.search.loops.workspace import Workspace
-from tree_attention_jax.search.tree_state import FREE, TreeState, append, path_pages, path_tokens
+from tree_attention_jax.search.tree_state import FREE, TreeState, append, on_paths, path_pages, path_tokens
 
 if TYPE_CHECKING:
     from tree_attention_jax.search.decoder import TreeDecoder
@@ -267,14 +267,7 @@ def _recurrent_fn(model, plan, prompt_lengths, threaded, rules, evaluate, implem
 
 def keep_paths(state: TreeState, leaves: jax.Array) -> TreeState:
     """Frees every node that is on no path to one of `leaves` int32 [B], whoever else referred to it."""
-
-    def mark(carry):
-        nodes, kept = carry
-        kept = kept.at[jnp.where(nodes < 0, state.capacity, nodes)].set(True, mode="drop")
-        return jnp.where(nodes < 0, nodes, state.parent[jnp.maximum(nodes, 0)]), kept
-
-    start = leaves, jnp.zeros(state.capacity, bool)
-    _, kept = jax.lax.while_loop(lambda carry: (carry[0] >= 0).any(), mark, start)
+    kept = on_paths(state, leaves)
     # What needs a node: its children that stay, and the leaves that it is.
     above = jnp.concatenate([jnp.where(kept, state.parent, -1), leaves])
     refs = jnp.zeros_like(state.refs).at[jnp.where(above < 0, state.capacity, above)].add(1, mode="drop")
