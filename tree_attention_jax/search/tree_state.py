@@ -169,8 +169,8 @@ def _free_unneeded(state):
 def _jumps(state: TreeState, longest: int) -> Iterator[jax.Array]:
     """int32 [capacity + 1] each: ancestors 1, 2, 4, ... levels up; `capacity` above the roots, and above itself.
 
-    As many as paths of `longest` nodes need. Doubling takes log2 as many passes as going up level by level. And how many
-    is known beforehand: a loop that ends by data makes a GPU wait for the host (`loops/strides.py`).
+    As many as paths of `longest` nodes need. Doubling takes log2 as many passes as going up level by level. And how
+    many is known beforehand: a loop that ends by data makes a GPU wait for the host (`loops/strides.py`).
     """
     up = jnp.append(_scatterable(state.parent, state), state.capacity)
     for _ in range(max(longest - 1, 0).bit_length()):
