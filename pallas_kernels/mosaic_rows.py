@@ -45,6 +45,7 @@ def put_rows(boxes: Any, by_way_of: Any, value: jax.Array, geo: Geometry) -> Non
         return
     if by_way_of is not None:
         by_way_of[...] = value
+        # All of it is in registers before any of it is overwritten: a store begins with a barrier of the warpgroup.
         value = _side_by_side(by_way_of)
     put(boxes.reshape(*value.shape), value)
 
@@ -56,7 +57,7 @@ def _side_by_side(rows: Any) -> jax.Array:
 
 
 def put(ref: Any, value: jax.Array) -> None:
-    """``ref[...] = value``, where the compiler does not see that there are no bank conflicts, or there are."""
+    """``ref[...] = value``, with or without bank conflicts, which the compiler is not to look for."""
     store_to: Any = getattr(plgpu, "store", None)
     if store_to is None:  # before jax 0.12 a plain store does not ask
         ref[...] = value

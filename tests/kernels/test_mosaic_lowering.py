@@ -93,6 +93,15 @@ def kernels(lowered) -> list[str]:
     return [str(ir.Module.parse(code, context)) for code in found]
 
 
+def moves_of_rows(text: str) -> list[str]:
+    """Stretches of a kernel from the first 16 bytes that a thread loads from shared memory to the first it stores there
+    again: L and S, and | for a barrier of the warpgroup."""
+    vector = r"vector<(?:8x[b]?f16|4xf32)>"
+    kinds = {rf'llvm\.load"[^\n]*{vector}': "L", rf'llvm\.store"[^\n]*{vector}': "S", r'asm_string = "bar\.sync': "|"}
+    steps = [next((kind for seen, kind in kinds.items() if re.search(seen, line)), "") for line in text.splitlines()]
+    return re.findall(r"L[L|]*S", "".join(steps))
+
+
 def operations_of(lowered) -> list:
     """What the function of a lowered program does, in order."""
     [main] = (op for op in lowered.compiler_ir("stablehlo").body if op.operation.name == "func.func")
@@ -149,6 +158,10 @@ else:
             assert ("wgmma.mma_async" in text) != ("tree_mosaic_reduce" in text)
             # Predicates from 6 on compare without signs, and a masked entry's bound may be negative.
             assert not re.search(r"arith\.cmpi\"[^\n]*predicate = [6-9]", text)
+            if "wgmma.mma_async" in text:  # rows of outputs are put where they were loaded from: after all loads
+                moves = moves_of_rows(text)
+                assert len(moves) >= 3  # queries, partial and final rows
+                assert all("|" in move for move in moves)
 
     @pytest.mark.parametrize("kind", ["mosaic", "mixed"])
     def test_no_slice_can_reach_a_call_that_continues_a_state(kind: str):

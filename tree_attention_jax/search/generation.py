@@ -82,9 +82,10 @@ def generate(
 
 @dataclass
 class _Planned:
-    """A plan, the tree that it is of, and for how many steps it is still good."""
+    """A plan, its rows' limits, the tree that it is of, and for how many steps it is still good."""
 
     plan: TreePlan
+    limits: jax.Array
     tree: TokenTree
     steps_left: int
 
@@ -158,7 +159,6 @@ class _Run:
         if now is None or now.steps_left < self.block_steps:
             now = self._plan_ahead(ahead)
             planning = time.perf_counter() - begin
-        limits = jnp.full(now.plan.query_capacity, self.max_new_tokens, jnp.int32)
         dispatched = time.perf_counter()
         block, self.rows, decoder.k_pages, decoder.v_pages = sample_block(
             decoder.model,
@@ -166,7 +166,7 @@ class _Run:
             decoder.v_pages,
             now.plan,
             self.rows,
-            limits,
+            now.limits,
             self.key,
             horizon=self.block_steps,
             sampling=self.sampling,
@@ -175,7 +175,7 @@ class _Run:
         )
         left = now.steps_left - self.block_steps
         plan = _advanced(now.plan, self.block_steps) if left else now.plan
-        self.planned = _Planned(plan, _grown(now.tree, self.block_steps), left)
+        self.planned = _Planned(plan, now.limits, _grown(now.tree, self.block_steps), left)
         return _InFlight(self.rows_of, now.tree, block, planning, dispatched)
 
     def land(self, flying):
@@ -238,7 +238,7 @@ class _Run:
         index[: sequences.size] = place[sequences]
         self.rows = _take(self.rows, index, np.arange(index.size) < sequences.size)  # padding has ended
         self.rows_of = sequences
-        return _Planned(plan, tree, self.plan_steps)
+        return _Planned(plan, jnp.full(index.size, self.max_new_tokens, jnp.int32), tree, self.plan_steps)
 
 
 def _grown(snapshot: TokenTree, ahead: int) -> TokenTree:
