@@ -71,4 +71,5 @@ def _byte() -> ir.Type:
 
 def _zeros(i32: ir.Type) -> ir.Value:
     vector = ir.VectorType.get((STORE_BYTES // 4,), i32)
-    return arith.constant(vector, ir.DenseElementsAttr.get_splat(vector, ir.IntegerAttr.get(i32, 0)))
+    constant: Any = arith.constant  # whose stub knows no vectors
+    return constant(vector, ir.DenseElementsAttr.get_splat(vector, ir.IntegerAttr.get(i32, 0)))
