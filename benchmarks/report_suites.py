@@ -12,6 +12,7 @@ from benchmarks.plots import quote
 # suite -> its title in docs/performance.md, and what its last column shows of a row
 SUITES: dict[str, tuple[str, str | None]] = {
     "verify": ("Draft verification", "tflops"),
+    "prefill": ("Prefill", "tflops"),
     "long": ("Long contexts, nothing shared", "copy_share"),
     "shared": ("A node shared by 1,024 queries", "longest_tflops"),
     "heads": ("Head dims and page sizes", "copy_share"),

@@ -25,6 +25,11 @@ class PageLists:
         return np.where(pages > 0, (pages - 1) * self.page_size + self.last_page_len, 0)
 
 
+def is_prefill(tree: TokenTree) -> bool:
+    """Whether it is no tree at all: sequences that share nothing, each with some new tokens."""
+    return bool((tree.parent < 0).all() and (tree.q_len > 1).all())
+
+
 def query_slots(tree: TokenTree, page_size: int) -> list[np.ndarray]:
     """The cache slots that each query sees, by position."""
     slots = np.split(tree.token_slots(page_size), np.cumsum(tree.kv_len)[:-1])

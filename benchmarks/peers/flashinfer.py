@@ -1,4 +1,4 @@
-"""FlashInfer (Ye et al., MLSys 2025): its decode, multi-level cascade and masked prefill wrappers, from PyPI.
+"""FlashInfer (Ye et al., MLSys 2025): its decode, multi-level cascade and prefill wrappers, from PyPI.
 
 Planned once, outside the timing; K/V pages are ours, through DLPack, in the largest page size that its page lists can
 express. Its kernels are compiled on first use, which takes minutes.
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import Inputs, Peer, Ready, Unsuitable, _torch
-from benchmarks.peers._sequences import PageLists, cascade_levels, page_lists, query_slots, requests
+from benchmarks.peers._sequences import PageLists, cascade_levels, is_prefill, page_lists, query_slots, requests
 
 WORKSPACE_BYTES = 512 * 2**20
 
 
 def peers() -> list[Peer]:
-    return [FlashInferDecode(), FlashInferCascade(), FlashInferMask()]
+    return [FlashInferDecode(), FlashInferCascade(), FlashInferMask(), FlashInferPrefill()]
 
 
 def _load() -> tuple[Any, Any]:
@@ -54,6 +54,8 @@ class FlashInferDecode:
     uses_torch = True
 
     def prepare(self, inputs: Inputs) -> Ready:
+        if is_prefill(inputs.tree):
+            raise Unsuitable("a query is a sequence: a prefill would read its tokens once a query")
         pages = page_lists(query_slots(inputs.tree, inputs.cell.page_size), inputs.cell.page_size)
         torch, flashinfer = _load()
         cell = inputs.cell
@@ -109,6 +111,8 @@ class FlashInferMask:
     def prepare(self, inputs: Inputs) -> Ready:
         if (inputs.tree.q_len == inputs.tree.is_leaf()).all():
             raise Unsuitable("only leaves query: a mask over all their tokens is for draft trees")
+        if is_prefill(inputs.tree):
+            raise Unsuitable("sequences need no mask but the causal one")
         cell = inputs.cell
         batch = requests(inputs.tree, cell.page_size)
         if (np.diff(np.concatenate(batch.queries)) != 1).any():
@@ -125,6 +129,35 @@ class FlashInferMask:
             cell.head_dim,
             pages.page_size,
             custom_mask=_torch.index(np.concatenate([mask.reshape(-1) for mask in batch.masks]), "bool"),
+            q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
+        )
+        return _ready(wrapper, inputs, pages.page_size, f"pages of {pages.page_size}")
+
+
+class FlashInferPrefill:
+    """Sequences that share nothing, under a causal mask: its everyday prefill, of whole prompts or of chunks."""
+
+    name = "FlashInfer prefill"
+    uses_torch = True
+
+    def prepare(self, inputs: Inputs) -> Ready:
+        tree, cell = inputs.tree, inputs.cell
+        if not is_prefill(tree):
+            raise Unsuitable("a prefill is of sequences that share nothing")
+        slots = np.split(tree.token_slots(cell.page_size), np.cumsum(tree.kv_len)[:-1])
+        pages = page_lists(slots, cell.page_size)
+        torch, flashinfer = _load()
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(torch), "NHD")
+        wrapper.plan(
+            _torch.index(np.cumsum([0, *tree.q_len])),
+            _torch.index(pages.indptr),
+            _torch.index(pages.indices),
+            _torch.index(pages.last_page_len),
+            *cell.heads,
+            cell.head_dim,
+            pages.page_size,
+            causal=True,
             q_data_type=torch.bfloat16,
             kv_data_type=torch.bfloat16,
         )

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.peers import Inputs, Peer, Ready, Unsuitable
-from benchmarks.peers._sequences import padded, page_lists, query_slots, requests
+from benchmarks.peers._sequences import is_prefill, padded, page_lists, query_slots, requests
 
 # Copies of K/V in all layers together: beside the data of the cell and PyTorch's.
 MOST_BYTES = 24e9
@@ -39,7 +39,11 @@ class JaxAttention:
 
     def prepare(self, inputs: Inputs) -> Ready:
         tree, cell, data = inputs.tree, inputs.cell, inputs.data
-        if (tree.q_len == tree.is_leaf()).all():
+        prompts = is_prefill(tree) and bool((tree.q_len == tree.kv_len).all() and np.ptp(tree.kv_len) == 0)
+        if prompts:
+            slots, mask = tree.token_slots(cell.page_size).reshape(tree.num_nodes, -1), None
+            queries, lengths = np.arange(slots.size).reshape(slots.shape), np.full(len(slots), slots.shape[1])
+        elif (tree.q_len == tree.is_leaf()).all():
             slots, queries = padded(query_slots(tree, cell.page_size))[0], np.arange(tree.num_queries)[:, None]
             lengths = tree.query_positions() + 1
             mask = None
@@ -57,7 +61,13 @@ class JaxAttention:
 
         def attend(q: Any, k: Any, v: Any, mask: Any, lengths: Any) -> jax.Array:
             return jax.nn.dot_product_attention(
-                q, k, v, mask=mask, key_value_seq_lengths=lengths, implementation=self.implementation
+                q,
+                k,
+                v,
+                mask=mask,
+                is_causal=prompts,
+                key_value_seq_lengths=lengths,
+                implementation=self.implementation,
             )
 
         call, chained = _compiled(attend, q, ks, vs, mask, ragged)

@@ -20,8 +20,9 @@ class Cell:
     """One tree under one head setting.
 
     Its name says the tree: ``"1,4_256,32"`` is nodes a level, then tokens a node; ``"16x2048+draft64"`` is 16 requests
-    with a prompt of 2,048 tokens and a draft of 64 nodes each; ``"search600x30"`` is a random search tree of 600 nodes
-    of 30 tokens on average; ``"sorting@800"`` is a recorded one at that decode step.
+    with a prompt of 2,048 tokens and a draft of 64 nodes each; ``"4xprefill2048"`` is 4 prompts of 2,048 new tokens,
+    and ``"8xprefill512+3584"`` 8 chunks of 512 that follow 3,584 cached ones; ``"search600x30"`` is a random search
+    tree of 600 nodes of 30 tokens on average; ``"sorting@800"`` is a recorded one at that decode step.
     """
 
     name: str
@@ -48,6 +49,11 @@ class Cell:
             return TokenTree.from_paths(
                 draft_paths(int(nodes)), [int(prompt)] * int(requests), page_size=self.page_size
             )
+        if "prefill" in self.name:
+            requests, lengths = self.name.split("prefill")
+            new, *cached = map(int, lengths.split("+"))
+            count = int(requests.removesuffix("x") or 1)
+            return TokenTree([-1] * count, [new + sum(cached)] * count, [new] * count)
         if "@" in self.name:
             trace, step = self.name.split("@")
             return standing(trace, int(step))
@@ -61,7 +67,8 @@ def cells(suite: str) -> Iterator[Cell]:
     """The cells of a suite of ``trees.json``.
 
     ``fasttree``: the 15 trees x 3 head settings of FastTree's kernel benchmark. ``pat``: PAT's 20 x 4. ``decode``: the
-    forests of ``decoding.py`` after some steps. ``verify``: draft trees below prompts. ``long``: nothing shared.
+    forests of ``decoding.py`` after some steps. ``verify``: draft trees below prompts. ``prefill``: prompts, and
+    chunks of them. ``long``: nothing shared.
     ``shared``: a node shared by 1,024 queries. ``heads``: head dims and page sizes. ``odd``: trees without
     powers of two, as searches leave them.
     """

@@ -28,7 +28,7 @@ def error_of(ready, inputs: Inputs) -> float:
     return harness.sampled_error(ready.output(out), inputs.data, inputs.tree, inputs.cell.page_size)
 
 
-@pytest.mark.parametrize("name", ["1,2,4_32,16,8", "3,6_5,7", "2x32+draft16"])
+@pytest.mark.parametrize("name", ["1,2,4_32,16,8", "3,6_5,7", "2x32+draft16", "2xprefill32", "2xprefill8+24"])
 def test_attention_over_gathered_keys(name):
     inputs = inputs_of(Cell(name, 4, 2, head_dim=16))
     assert error_of(JaxAttention("xla").prepare(inputs), inputs) < 1e-5
