@@ -171,11 +171,11 @@ else:
         ids=["type", "head dim", "value dim", "pool", "device"],
     )
     def test_what_it_cannot_do(heads: Heads, page_size: int, dtype, reason: str, monkeypatch):
-        older = types.SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
-        monkeypatch.setattr(jax, "devices", lambda: [older])
         tree = TokenTree.from_levels([1, 3], [40, 9])
         inputs = poisoned_inputs(tree, page_size, heads, dtype)
-        plan = plan_for(tree, page_size, heads)
+        plan = plan_for(tree, page_size, heads)  # before that, as it asks for the local GPU
+        older = types.SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
+        monkeypatch.setattr(jax, "devices", lambda: [older])
         with pytest.raises(NotImplementedError, match=f"pallas_mosaic: .*{reason}.*'xla' anywhere"):
             ta.tree_attention(*inputs.on_device(), plan, implementation="pallas_mosaic")
         with pytest.raises(NotImplementedError, match=r"pallas_mixed: .*is for Hopper GPUs.*'xla' anywhere"):
