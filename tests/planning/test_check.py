@@ -75,11 +75,11 @@ def lengthen_entry(buffer, shape):
 
 
 def shift_slot(buffer, shape):
-    buffer[first(buffer, shape, lo.PLAIN_COUNT)[lo.PLAIN_BEGIN] + lo.WORD] += 1 << lo.COUNT_BITS
+    buffer[first(buffer, shape, lo.PLAIN_COUNT)[lo.PLAIN_BEGIN] + lo.WORD] += 1 << lo.SLOT_SHIFT
 
 
 def slot_of_nobody(buffer, shape):
-    buffer[first(buffer, shape, lo.PLAIN_COUNT)[lo.PLAIN_BEGIN] + lo.WORD] = (10_000 << lo.COUNT_BITS) + 1
+    buffer[first(buffer, shape, lo.PLAIN_COUNT)[lo.PLAIN_BEGIN] + lo.WORD] = (10_000 << lo.SLOT_SHIFT) + 1
 
 
 def shift_position(buffer, shape):
@@ -109,6 +109,12 @@ def forget_causality(buffer, shape):
         for entry in range(record[lo.MASKED_COUNT]):
             at = record[lo.MASKED_BEGIN] + entry * lo.MASKED_SIZE + lo.LOW
             buffer[at] = ~buffer[at] if buffer[at] < 0 else buffer[at]
+
+
+def leave_out_halves(buffer, shape):
+    for record in records(buffer, shape):
+        for entry in range(record[lo.MASKED_COUNT]):
+            buffer[record[lo.MASKED_BEGIN] + entry * lo.MASKED_SIZE + lo.WORD] &= ~(3 << lo.HALVES_SHIFT)
 
 
 def shift_rows(buffer, shape):
@@ -168,6 +174,7 @@ MUTATIONS = [
     narrow_interval_low,
     narrow_interval_high,
     forget_causality,
+    leave_out_halves,
     shift_rows,
     one_row_less,
     swap_rows,

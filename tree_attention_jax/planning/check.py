@@ -92,7 +92,17 @@ def _covered(buffer: np.ndarray, shape: lo.WorkShape, records: np.ndarray, maske
         seen_from = buffer[at + lo.LOW]
         low = np.maximum(low, np.where(seen_from < 0, ~seen_from + x, seen_from))
         high = np.minimum(high, buffer[at + lo.HIGH])
-    return (buffer[at + lo.WORD] >> lo.COUNT_BITS) + x, low, high, buffer[at + lo.POSITION] + x
+        _check_halves(buffer[at + lo.WORD], records[item], low, high, shape)
+    return (buffer[at + lo.WORD] >> lo.SLOT_SHIFT) + x, low, high, buffer[at + lo.POSITION] + x
+
+
+def _check_halves(word: np.ndarray, record: np.ndarray, low: np.ndarray, high: np.ndarray, shape: lo.WorkShape) -> None:
+    """A half of a tile that sees a token is among those that its entry names."""
+    halves = np.array([launch.tile.halves(shape.group) for launch in shape.launches])[record[:, -1]]
+    first_end, second_begin = (record[:, lo.ROW, None] + halves).T
+    missed = (low < first_end) & ((word >> lo.HALVES_SHIFT) & 1 == 0)
+    missed |= (high > second_begin) & ((word >> lo.HALVES_SHIFT) & 2 == 0)
+    _require(~missed | (low >= high), lambda i: f"row {low[i]} sees a token that its half of the tile leaves out")
 
 
 def _tokens_of_slots(tree: TokenTree, page_size: int, slot: np.ndarray) -> np.ndarray:
