@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallas_kernels.layout import COUNT_BITS
+from pallas_kernels import layout as lo
 from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
@@ -19,17 +19,23 @@ class Entries(NamedTuple):
     Behind those of a tile with growing leaves lies its reserve: room for the tokens that they will append.
     """
 
-    word: np.ndarray  # slot and count, packed
-    position: np.ndarray
-    # Of masked entries: rows that see them.
-    low: np.ndarray  # complemented where the entry is causal
-    high: np.ndarray
+    fields: np.ndarray  # int32 [E, lo.PLAIN_SIZE] or [E, lo.MASKED_SIZE]
     begin: np.ndarray
     real: np.ndarray
     # Of each entry, for leaves that grow: empty without a horizon.
     tile: np.ndarray  # whose list it was made for
     node: np.ndarray
     chunk: np.ndarray  # (first_slot + token index) // unit: which stretch of its node's pages this is
+
+
+class _Chunks(NamedTuple):
+    """Stretches of a unit of slots that pieces touch, each an entry. Of each piece:"""
+
+    start: np.ndarray  # its slots, counted from where its node's pages begin
+    stop: np.ndarray
+    first: np.ndarray  # the first stretch
+    counts: np.ndarray  # how many they are; intp, as repeat would make them each time
+    units: tuple[int, int]  # tokens that an entry of a plain and of a masked piece holds
 
 
 def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entries, Entries, tuple[int, int]]:
@@ -39,33 +45,72 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     border = len(pieces.masked) - int(np.count_nonzero(pieces.masked))
     if not all_of(pieces.masked[border:]):
         pieces = pieces.take(pieces.masked.argsort(kind="stable"))
-    start = problem.tree.first_slot.take(pieces.node) + pieces.begin
-    units = (problem.unit, problem.unit) if tiling.uniform else _units(problem, pieces, border, start)
+    chunks = _chunks(problem, pieces, border, tiling.uniform)
+    counts = chunks.counts
     repeats = _repeats(pieces, border, num_tiles)
-    plain_entries, masked_entries = _expand(problem, pieces, border, start, units, num_tiles, repeats)
-    if repeats is None:
-        return plain_entries, masked_entries, units
-    same_as = np.arange(num_tiles)
-    same_as *= ~repeats
-    np.maximum.accumulate(same_as, out=same_as)
-    begin, real = plain_entries.begin.take(same_as), plain_entries.real.take(same_as)
-    return plain_entries._replace(begin=begin, real=real), masked_entries, units
+    if repeats is not None:
+        counts[:border] *= ~repeats.take(pieces.tile[:border])
+    upto = exclusive_cumsum(counts)
+    num_plain = int(upto[border])
+    fields = _fields(problem, pieces, border, chunks, upto)
+    tile = node = chunk = np.zeros(0, np.int32)
+    # Of the plain entries of each tile, then of the masked ones.
+    lists = pieces.tile + num_tiles * pieces.masked
+    held = real = np.bincount(lists, counts, 2 * num_tiles).astype(np.int32)
+    if problem.horizon:
+        real = np.bincount(lists, counts * ~pieces.reserve, 2 * num_tiles).astype(np.int32)
+        piece = np.arange(len(counts)).repeat(counts)
+        chunk = np.arange(len(piece), dtype=np.int32)
+        chunk += (chunks.first - upto[:-1]).take(piece)
+        order = _with_reserves_last(pieces, piece, chunk)
+        piece, chunk, fields = piece.take(order), chunk.take(order), fields.take(order, axis=0)
+        tile, node = pieces.tile.take(piece), pieces.node.take(piece)
+    begins = exclusive_cumsum(held)
+    of_plain = begins[:num_tiles], real[:num_tiles]
+    if repeats is not None:
+        same_as = np.arange(num_tiles)
+        same_as *= ~repeats
+        np.maximum.accumulate(same_as, out=same_as)
+        of_plain = of_plain[0].take(same_as), of_plain[1].take(same_as)
+    growing = tile[:num_plain], node[:num_plain], chunk[:num_plain]
+    plain = Entries(fields[:num_plain, : lo.PLAIN_SIZE], *of_plain, *growing)
+    growing = tile[num_plain:], node[num_plain:], chunk[num_plain:]
+    masked = Entries(fields[num_plain:], begins[num_tiles:-1] - num_plain, real[num_tiles:], *growing)
+    return plain, masked, chunks.units
 
 
-def _units(problem: Problem, pieces: Pieces, border: int, start: np.ndarray) -> tuple[int, int]:
-    """Tokens that a plain entry and a masked entry hold.
+def _chunks(problem: Problem, pieces: Pieces, border: int, uniform: bool) -> _Chunks:
+    """Of pieces the first ``border`` of which are plain.
 
     Plain entries are no shorter than masked ones: a growing tree would meet one more combination. And a leaf that grows
     on the device moves on from entry to entry, wherever its entries are: then it is one unit for all.
     """
+    tree, unit = problem.tree, problem.unit
+    if problem.horizon and not uniform:
+        unit = problem.unit_for(tree.first_slot, tree.kv_len)
+    start = tree.first_slot.take(pieces.node)
+    stop = start + pieces.end
+    start += pieces.begin
+    # A unit is a power of two: bits are shifted in a fraction of the time that divisions take.
+    shift = unit.bit_length() - 1
+    first, counts = start >> shift, stop + (unit - 1)
+    counts >>= shift
     if problem.horizon:
-        unit = problem.unit_for(problem.tree.first_slot, problem.tree.kv_len)
-        return unit, unit
-    tokens = pieces.end - pieces.begin
-    masked_unit = problem.unit_for(start[border:], tokens[border:])
-    if masked_unit > 1 and border < len(tokens):
-        return masked_unit, masked_unit
-    return problem.unit_for(start[:border], tokens[:border]), masked_unit
+        # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
+        first = np.where(pieces.reserve, ceil_div(start, unit), first)
+    counts -= first
+    units = unit, unit
+    if not (uniform or problem.horizon):
+        tokens = stop - start
+        # As in Problem.unit_for: where entries of a unit pad many, they hold a token.
+        masked_pads = unit * int(np.add.reduce(counts[border:])) > 2 * int(np.add.reduce(tokens[border:]))
+        if masked_pads or border == len(tokens):
+            plain_pads = unit * int(np.add.reduce(counts[:border])) > 2 * int(np.add.reduce(tokens[:border]))
+            units = 1 if plain_pads else unit, 1 if masked_pads else unit
+            ones = slice(0 if plain_pads else border, None)
+            if masked_pads or plain_pads:
+                first[ones], counts[ones] = start[ones], tokens[ones]
+    return _Chunks(start, stop, first, counts.astype(np.intp), units)
 
 
 def _repeats(pieces: Pieces, num_plain: int, num_tiles: int) -> np.ndarray | None:
@@ -90,99 +135,73 @@ def _repeats(pieces: Pieces, num_plain: int, num_tiles: int) -> np.ndarray | Non
     return same if any_of(same) else None
 
 
-def _expand(
-    problem: Problem,
-    pieces: Pieces,
-    num_plain: int,
-    start: np.ndarray,
-    units: tuple[int, int],
-    num_tiles: int,
-    repeats: np.ndarray | None,
-) -> tuple[Entries, Entries]:
-    """Entries of the first ``num_plain`` pieces, but for tiles whose plain ones are repeated, and of the others.
+def _fields(problem: Problem, pieces: Pieces, border: int, chunks: _Chunks, upto: np.ndarray) -> np.ndarray:
+    """int32 [E, lo.MASKED_SIZE]: the fields of all entries, as if all were masked ones.
 
-    What does not change within a piece is worked out for the pieces, of which there are few, and then spread.
+    They are worked out for the first entry of each piece, as if it were full, and repeated; in each next one they are a
+    unit further on. Pieces are few. In between numbers may wrap around.
+
+    Args:
+        problem: gives where nodes lie.
+        pieces: the first ``border`` of them are plain.
+        border: see there.
+        chunks: what each piece touches.
+        upto: [pieces + 1] where the entries of each begin.
     """
-    layout, node = problem.layout, pieces.node
-    before = start - pieces.begin  # slots before the node's first token
-    stop = before + pieces.end
-    unit: Any = units[0] if units[0] == units[1] else np.where(pieces.masked, units[1], units[0])
-    chunk0 = start // unit
+    layout, tree, node = problem.layout, problem.tree, pieces.node
+    start, stop, first, counts, units = chunks
+    nth, size = np.arange(upto[-1], dtype=np.int32), units[0]  # slots from the first entry of all on
+    unit: Any = size
+    if units[1] != size:
+        nth[upto[border] :] *= units[1]
+        nth[: upto[border]] *= size
+        unit = np.where(pieces.masked, units[1], size)
+    elif size > 1:
+        nth *= size
+    begin = first * unit
+    before = start - begin  # slots of the first entry that are not the piece's
+    behind = (first + counts) * unit
+    behind -= stop  # ... of the last one
+    begin -= upto[:-1] * unit
+    count = unit
     if problem.horizon:
-        # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
-        chunk0 = np.where(pieces.reserve, ceil_div(start, unit), chunk0)
-    counts: np.ndarray = (ceil_div(stop, unit) - chunk0).astype(np.intp)  # as repeat would make them each time
-    if repeats is not None:
-        counts[:num_plain] *= ~repeats.take(pieces.tile[:num_plain])
-    upto = exclusive_cumsum(counts)
-    border = int(upto[num_plain])
-    chunk = np.arange(upto[-1], dtype=np.int32)
-    chunk += (chunk0 - upto[:-1]).repeat(counts)
-    none: np.ndarray = np.zeros(0, np.int32)
-    piece = none
-    if problem.horizon:
-        piece = np.arange(len(counts)).repeat(counts)
-        order = _with_reserves_last(pieces, piece, chunk)
-        piece, chunk = piece.take(order), chunk.take(order)
-
-    masked_counts = counts[num_plain:]
-
-    def spread(values: np.ndarray) -> np.ndarray:
-        return values.take(piece) if problem.horizon else values.repeat(counts)
-
-    def spread_masked(values: np.ndarray) -> np.ndarray:
-        return values.take(piece[border:]) if problem.horizon else values[num_plain:].repeat(masked_counts)
-
-    if units[0] != units[1]:
-        unit = spread(unit)
-    begin = chunk * unit
-    count = begin + unit
-    np.minimum(count, spread(stop), out=count)
-    np.maximum(begin, spread(start), out=begin)
-    count -= begin
-    if problem.horizon:
-        count[pieces.reserve.take(piece)] = 0
-    word = problem.slots(spread(problem.first_page.take(node)), begin)
-    word <<= COUNT_BITS
-    word |= count
-    position = spread(layout.position.take(node) - before)
-    position += begin
-    # Only masked entries say who sees them.
-    low, high = spread_masked(layout.row_begin.take(node)), spread_masked(layout.row_end.take(node))
+        count, behind = unit * ~pieces.reserve, behind * ~pieces.reserve
+    consecutive = tree.page_indices is None
+    of_first = np.empty((len(node), lo.MASKED_SIZE), np.int32)
+    of_first[:, lo.LOW], of_first[:, lo.HIGH] = layout.row_begin.take(node), layout.row_end.take(node)
+    np.add(begin, (layout.position - tree.first_slot).take(node), out=of_first[:, lo.POSITION])
+    if consecutive:
+        begin += problem.first_page.take(node) * problem.page_size
+        begin <<= lo.COUNT_BITS
+        begin += count
+        count = begin
+    of_first[:, lo.WORD] = count
+    fields = of_first.repeat(counts, axis=0)
+    fields[:, lo.POSITION] += nth
+    if consecutive:
+        nth <<= lo.COUNT_BITS
+        fields[:, lo.WORD] += nth
+    # Where a piece begins or ends within an entry, its first or last one is shorter. Some pieces have none: repeats.
+    if any_of(before):
+        which = (before * counts > 0).nonzero()[0]
+        at, slots = upto.take(which), before.take(which)
+        fields[at, lo.POSITION] += slots
+        fields[at, lo.WORD] += (slots << lo.COUNT_BITS) - slots if consecutive else -slots
+    if any_of(behind):
+        which = (behind * counts > 0).nonzero()[0]
+        fields[upto.take(which + 1) - 1, lo.WORD] -= behind.take(which)
+    if not consecutive:
+        place = (tree.first_slot - layout.position).take(node).repeat(counts)
+        place += fields[:, lo.POSITION]
+        slots = problem.slots(problem.first_page.take(node).repeat(counts), place)
+        slots <<= lo.COUNT_BITS
+        fields[:, lo.WORD] += slots
     if any_of(pieces.causal):
-        seen_from = spread_masked((layout.row_begin - layout.old_len).take(node) - before) + begin[border:]
-        low = np.where(spread_masked(pieces.causal), ~seen_from, low)
-    tile, node, chunk = (pieces.tile.take(piece), node.take(piece), chunk) if problem.horizon else (none, none, none)
-
-    # Of the plain entries of each tile, then of the masked ones.
-    lists = pieces.tile + num_tiles * pieces.masked
-    held = real = np.bincount(lists, counts, 2 * num_tiles).astype(np.int32)
-    if problem.horizon:
-        real = np.bincount(lists, counts * ~pieces.reserve, 2 * num_tiles).astype(np.int32)
-    begins = exclusive_cumsum(held)
-    plain = Entries(
-        word[:border],
-        position[:border],
-        none,
-        none,
-        begins[:num_tiles],
-        real[:num_tiles],
-        tile[:border],
-        node[:border],
-        chunk[:border],
-    )
-    masked = Entries(
-        word[border:],
-        position[border:],
-        low,
-        high,
-        begins[num_tiles:-1] - border,
-        real[num_tiles:],
-        tile[border:],
-        node[border:],
-        chunk[border:],
-    )
-    return plain, masked
+        causal = pieces.causal.repeat(counts).nonzero()[0]
+        seen_from = (layout.row_begin - layout.old_len - layout.position).take(node).repeat(counts).take(causal)
+        seen_from += fields[causal, lo.POSITION]
+        fields[causal, lo.LOW] = ~seen_from
+    return fields
 
 
 def _with_reserves_last(pieces: Pieces, piece: np.ndarray, chunk: np.ndarray) -> np.ndarray:
