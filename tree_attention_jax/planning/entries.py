@@ -46,18 +46,23 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     if not all_of(pieces.masked[border:]):
         pieces = pieces.take(pieces.masked.argsort(kind="stable"))
     chunks = _chunks(problem, pieces, border, tiling.uniform)
-    counts = chunks.counts
-    repeats = _repeats(pieces, border, num_tiles)
-    if repeats is not None:
-        counts[:border] *= ~repeats.take(pieces.tile[:border])
+    counts, repeats = chunks.counts, None
+    # Pieces of each tile, plain and masked.
+    plain_pieces = np.bincount(pieces.tile[:border], minlength=num_tiles)
+    masked_pieces = np.bincount(pieces.tile[border:], minlength=num_tiles)
+    if border:
+        repeats = _repeats(pieces, plain_pieces, border)
+        if repeats is not None:
+            counts[:border] *= ~repeats.take(pieces.tile[:border])
     upto = exclusive_cumsum(counts)
     num_plain = int(upto[border])
     fields = _fields(problem, pieces, border, chunks, upto)
+    begins = upto.take(exclusive_cumsum(np.concatenate([plain_pieces, masked_pieces])))
+    real = begins[1:] - begins[:-1]
     tile = node = chunk = np.zeros(0, np.int32)
-    # Of the plain entries of each tile, then of the masked ones.
-    lists = pieces.tile + num_tiles * pieces.masked
-    held = real = np.bincount(lists, counts, 2 * num_tiles).astype(np.int32)
     if problem.horizon:
+        lists = pieces.tile + num_tiles * pieces.masked  # not in order
+        begins = exclusive_cumsum(np.bincount(lists, counts, 2 * num_tiles).astype(np.int32))
         real = np.bincount(lists, counts * ~pieces.reserve, 2 * num_tiles).astype(np.int32)
         piece = np.arange(len(counts)).repeat(counts)
         chunk = np.arange(len(piece), dtype=np.int32)
@@ -65,7 +70,6 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
         order = _with_reserves_last(pieces, piece, chunk)
         piece, chunk, fields = piece.take(order), chunk.take(order), fields.take(order, axis=0)
         tile, node = pieces.tile.take(piece), pieces.node.take(piece)
-    begins = exclusive_cumsum(held)
     of_plain = begins[:num_tiles], real[:num_tiles]
     if repeats is not None:
         same_as = np.arange(num_tiles)
@@ -113,25 +117,30 @@ def _chunks(problem: Problem, pieces: Pieces, border: int, uniform: bool) -> _Ch
     return _Chunks(start, stop, first, counts.astype(np.intp), units)
 
 
-def _repeats(pieces: Pieces, num_plain: int, num_tiles: int) -> np.ndarray | None:
+def _repeats(pieces: Pieces, count: np.ndarray, num_plain: int) -> np.ndarray | None:
     """bool [num_tiles]: tiles with the same plain pieces (the first ones) as the tile before; None if there are none.
 
     The row tiles of a segment all walk its top, and a thousand copies of a prompt's entries would be most of a plan.
+
+    Args:
+        pieces: those of all tiles.
+        count: [num_tiles] plain pieces of each.
+        num_plain: plain pieces of all.
     """
-    tile, node, begin, end = (column[:num_plain] for column in pieces[:4])
-    count = np.bincount(tile, minlength=num_tiles)
-    same = np.zeros(num_tiles, bool)
+    same = np.zeros(len(count), bool)
     np.equal(count[1:], count[:-1], out=same[1:])
     same &= count > 0
     if not any_of(same):
         return None
+    tile, node, begin, end = (column[:num_plain] for column in pieces[:4])
     # The piece at the same place in the tile before, if that has as many.
-    before = np.arange(num_plain) - count.take(tile - 1)
+    before = np.arange(num_plain)
+    before -= count.take(tile - 1)
     differs = node != node.take(before)
     differs |= begin != begin.take(before)
     differs |= end != end.take(before)
     differs |= pieces.reserve[:num_plain]
-    same &= np.bincount(tile, differs, num_tiles) == 0
+    same[tile[differs]] = False
     return same if any_of(same) else None
 
 
@@ -167,15 +176,18 @@ def _fields(problem: Problem, pieces: Pieces, border: int, chunks: _Chunks, upto
     if problem.horizon:
         count, behind = unit * ~pieces.reserve, behind * ~pieces.reserve
     consecutive = tree.page_indices is None
-    of_first = np.empty((len(node), lo.MASKED_SIZE), np.int32)
-    of_first[:, lo.LOW], of_first[:, lo.HIGH] = layout.row_begin.take(node), layout.row_end.take(node)
-    np.add(begin, (layout.position - tree.first_slot).take(node), out=of_first[:, lo.POSITION])
+    of_node = np.zeros((tree.num_nodes, lo.MASKED_SIZE), np.int32)
+    of_node[:, lo.LOW], of_node[:, lo.HIGH] = layout.row_begin, layout.row_end
+    np.subtract(layout.position, tree.first_slot, out=of_node[:, lo.POSITION])
     if consecutive:
-        begin += problem.first_page.take(node) * problem.page_size
+        np.multiply(problem.first_page[:-1], problem.page_size << lo.COUNT_BITS, out=of_node[:, lo.WORD])
+    of_first = of_node.take(node, axis=0)  # as fast as a single field
+    of_first[:, lo.POSITION] += begin
+    if consecutive:
         begin <<= lo.COUNT_BITS
         begin += count
         count = begin
-    of_first[:, lo.WORD] = count
+    of_first[:, lo.WORD] += count
     fields = of_first.repeat(counts, axis=0)
     fields[:, lo.POSITION] += nth
     if consecutive:
@@ -189,7 +201,7 @@ def _fields(problem: Problem, pieces: Pieces, border: int, chunks: _Chunks, upto
         fields[at, lo.WORD] += (slots << lo.COUNT_BITS) - slots if consecutive else -slots
     if any_of(behind):
         which = (behind * counts > 0).nonzero()[0]
-        fields[upto.take(which + 1) - 1, lo.WORD] -= behind.take(which)
+        fields.reshape(-1)[(upto.take(which + 1) - 1) * lo.MASKED_SIZE + lo.WORD] -= behind.take(which)
     if not consecutive:
         place = (tree.first_slot - layout.position).take(node).repeat(counts)
         place += fields[:, lo.POSITION]
