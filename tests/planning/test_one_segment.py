@@ -51,10 +51,11 @@ def test_only_what_the_programme_chooses(gpu: str, heads: tuple[int, int], price
         few, few_times, place = found
         table = SegmentTable.of(levels, nodes)
         times = segment_times(problem, shapes, table)
-        (best,) = cheapest(problem, table, times.min(axis=0), price)
+        least = times.min(axis=0)
+        (best,), _ = cheapest(problem, table, least[None], [price])
         # Nor would it choose another one if partials cost more, or with the best shape alone.
-        assert cheapest(problem, table, times.min(axis=0)) == best
-        assert cheapest(problem, table, times[times[:, best].argmin()], price) == best
+        others, _ = cheapest(problem, table, np.stack([least, times[times[:, best].argmin()]]), [1.0, price])
+        assert others.tolist() == [best, best]
         assert (table.top[best], table.span[best]) == (few.top[place], few.span[place])
         for one, other in ((best, place), (table.all_in_one(), few.all_in_one())):
             np.testing.assert_array_equal(times[:, one], few_times[:, other])

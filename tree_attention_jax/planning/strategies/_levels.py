@@ -149,14 +149,6 @@ class Levels:
         child, end = self.bounds[1]
         return child * (end - child == 1)
 
-    def sum_down(self, prefix: np.ndarray) -> np.ndarray:
-        """[spans * I, 2]: for each k, sums of two values over an inner node and what is down to k levels below it."""
-        ends = prefix.take(self.bounds[:-1], axis=0)
-        sums = ends[:, 1] - ends[:, 0]
-        for k in range(1, len(sums)):  # faster than to accumulate along the first axis
-            sums[k] += sums[k - 1]
-        return sums.reshape(-1, 2)
-
     def nodes_of_tiles(self, tiles: Tiles, top: np.ndarray, below: np.ndarray, span: np.ndarray) -> Seen:
         """Which nodes tiles walk, ``below .. span`` levels below the tops of their segments: these three of each."""
         row0, row1, owner = tiles

@@ -90,6 +90,7 @@ def _segments_from_root(levels: Levels, nodes: NodeTokens, total: np.ndarray, ex
         sums=Sums(exact[0], exact[1], exact[2], nodes.tokens[1:2].repeat(count)),
         exact=exact,
         token_sums=nodes.sums,
+        partial_rows=span[:0],
     )
 
 

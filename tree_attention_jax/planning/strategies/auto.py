@@ -126,27 +126,30 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     rows also the optimum where partials are cheap."""
     nodes = NodeTokens.of(levels, problem.unit)
     few = problem.heads.num_kv_heads == 1 and problem.layout.num_rows <= FEW_ROWS
-    whole = one_segment(problem, shapes, levels, nodes, CHEAP if few else 1.0)
+    prices = [1.0, CHEAP] if few else [1.0]
+    whole = one_segment(problem, shapes, levels, nodes, prices[-1])
     if whole is not None:
         table, time, place = whole
-        best = np.array([place])
+        places, of_each = np.array([place] * len(prices)), [1] * len(prices)
     else:
         table = SegmentTable.of(levels, nodes)
         time = segment_times(problem, shapes, table)
-        best = cheapest(problem, table, np.minimum.reduce(time))
-    shape = time.take(best, axis=1).argmin(axis=0)
-    found, shape_of, counts = [best], [shape], [len(best)]
-    used = np.bincount(shape).nonzero()[0] if len(best) > 1 else shape
-    for index in used if len(used) > 1 else ():
-        found.append(cheapest(problem, table, time[index]))
-        counts.append(len(found[-1]))
-        shape_of.append(np.full(counts[-1], index))
+        places, of_each = cheapest(problem, table, np.minimum.reduce(time)[None].repeat(len(prices), axis=0), prices)
+    shape, count = time.take(places, axis=1).argmin(axis=0), of_each[0]
+    best = places[:count]
+    found, shape_of, counts = [best], [shape[:count]], [count]
+    alone = np.bincount(shape[:count]).nonzero()[0].tolist() if count > 1 else []
+    if len(alone) == 1:
+        alone = []
+    prices = [1.0] * len(alone)
     if few:
-        cheap = best if whole is not None else cheapest(problem, table, np.minimum.reduce(time), CHEAP)
-        for index in np.bincount(time.take(cheap, axis=1).argmin(axis=0)).nonzero()[0]:
-            found.append(best if whole is not None else cheapest(problem, table, time[index], CHEAP))
-            counts.append(len(found[-1]))
-            shape_of.append(np.full(counts[-1], index))
+        alone += np.bincount(shape[count:]).nonzero()[0].tolist()
+        prices += [CHEAP] * (len(alone) - len(prices))
+    if alone:
+        places, of_each = (best, [1]) if whole is not None else cheapest(problem, table, time.take(alone, axis=0), prices)
+        found.append(places)
+        shape_of.append(np.array(alone).repeat(of_each))
+        counts += of_each
     twin = 0
     if levels.depth <= levels.spans:
         every = np.arange(len(shapes.tiles))
