@@ -20,8 +20,9 @@ from tree_attention_jax.planning.problem import Problem
 MIN_TOKENS = 64
 # A launch whose longest item takes no more than this share of it is not worth splitting.
 SHORT_TAIL = 0.2
-# Of more launches at once, one or the other gains by splitting nearly always; so do those that write partials anyhow.
-FEW = 4
+# If more than this share of the launches look as if they gained by splitting, the others need no bound either. Those
+# that write partials anyhow gain nearly always.
+MOST_MAY_GAIN = 0.25
 # In launches that take so many times as much as one more, SMs that have one program more than others cost as much.
 LONG = 100
 # What is larger by less than this may be as large.
@@ -39,7 +40,12 @@ class Blocks(NamedTuple):
 
 
 def price(
-    problem: Problem, costs: LaunchCosts, blocks: Blocks, memory: np.ndarray, reduced: np.ndarray
+    problem: Problem,
+    costs: LaunchCosts,
+    blocks: Blocks,
+    memory: np.ndarray,
+    reduced: np.ndarray,
+    hopeless: float = np.inf,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Launches with items of different lengths.
 
@@ -49,6 +55,7 @@ def price(
         blocks: of all launches.
         memory: [L] time to read the launch's K/V once.
         reduced: [L] the rows have other partials, so that a split makes no final result partial.
+        hopeless: launches that take more than so many times as long as the fastest one may be priced without splits.
 
     Returns:
         [lengths, L] microseconds, with the partials that splitting adds, without end where a limit makes no sense, and
@@ -64,7 +71,7 @@ def price(
     if not single:
         steps = np.add.reduceat(steps, first)
     length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
-    if len(first) <= FEW and not any_of(reduced):
+    if not any_of(reduced):
         # With shorter items launches take as much all the same, and one more for the partials.
         items = blocks.tiles if single else np.add.reduceat(blocks.tiles, first)
         least = least_time(profile, costs, steps, items, memory)
@@ -72,9 +79,12 @@ def price(
         most = np.ceil(longest / costs.block_kv)
         may_gain = most * costs.latency_us > least
         may_gain |= least > LONG * profile.launch_us
-        if not any_of(may_gain):
+        if np.count_nonzero(may_gain) <= MOST_MAY_GAIN * len(first):
             time = launch_time(profile, costs, steps, items, most, memory)
-            if all_of(least > ROUNDING * time):
+            whole = least > ROUNDING * time
+            if not all_of(whole) and hopeless < np.inf:
+                whole |= np.minimum(least, time) > hopeless * ROUNDING * np.minimum.reduce(time)
+            if all_of(whole):
                 return time[None], limits[:1]
     items, written = _splits(blocks, length, reduced)
     # All repeated for each length: NumPy takes three times as long for short arrays that it has to broadcast.

@@ -202,7 +202,8 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
     has_partials = written > num_rows  # some row has several segments
     costs = shapes.launches(launch, masked / in_all, alone / in_all)
-    times, _ = price(problem, costs, blocks, memory, has_partials.take(whose))
+    hopeless = NO_HOPE * (1 + NEARLY) if single else np.inf
+    times, _ = price(problem, costs, blocks, memory, has_partials.take(whose), hopeless)
     reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
     reduction += profile.launch_us
     reduction *= has_partials
