@@ -19,7 +19,11 @@ class Entries(NamedTuple):
     Behind those of a tile with growing leaves lies its reserve: room for the tokens that they will append.
     """
 
-    fields: np.ndarray  # int32 [E, lo.PLAIN_SIZE] or [E, lo.MASKED_SIZE]
+    word: np.ndarray  # slot and count, packed
+    position: np.ndarray
+    # Of masked entries: rows that see them.
+    low: np.ndarray  # complemented where the entry is causal
+    high: np.ndarray
     begin: np.ndarray
     real: np.ndarray
     # Of each entry, for leaves that grow: empty without a horizon.
@@ -56,7 +60,7 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
             counts[:border] *= ~repeats.take(pieces.tile[:border])
     upto = exclusive_cumsum(counts)
     num_plain = int(upto[border])
-    fields = _fields(problem, pieces, border, chunks, upto)
+    word, position, low, high = _fields(problem, pieces, border, chunks, upto)
     begins = upto.take(exclusive_cumsum(np.concatenate([plain_pieces, masked_pieces])))
     real = begins[1:] - begins[:-1]
     tile = node = chunk = np.zeros(0, np.int32)
@@ -68,7 +72,8 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
         chunk = np.arange(len(piece), dtype=np.int32)
         chunk += (chunks.first - upto[:-1]).take(piece)
         order = _with_reserves_last(pieces, piece, chunk)
-        piece, chunk, fields = piece.take(order), chunk.take(order), fields.take(order, axis=0)
+        piece, chunk, word, position = (column.take(order) for column in (piece, chunk, word, position))
+        low, high = low.take(order[num_plain:] - num_plain), high.take(order[num_plain:] - num_plain)
         tile, node = pieces.tile.take(piece), pieces.node.take(piece)
     of_plain = begins[:num_tiles], real[:num_tiles]
     if repeats is not None:
@@ -76,10 +81,12 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
         same_as *= ~repeats
         np.maximum.accumulate(same_as, out=same_as)
         of_plain = of_plain[0].take(same_as), of_plain[1].take(same_as)
+    none = tile[:0]
     growing = tile[:num_plain], node[:num_plain], chunk[:num_plain]
-    plain = Entries(fields[:num_plain, : lo.PLAIN_SIZE], *of_plain, *growing)
+    plain = Entries(word[:num_plain], position[:num_plain], none, none, *of_plain, *growing)
+    of_masked = begins[num_tiles:-1] - num_plain, real[num_tiles:]
     growing = tile[num_plain:], node[num_plain:], chunk[num_plain:]
-    masked = Entries(fields[num_plain:], begins[num_tiles:-1] - num_plain, real[num_tiles:], *growing)
+    masked = Entries(word[num_plain:], position[num_plain:], low, high, *of_masked, *growing)
     return plain, masked, chunks.units
 
 
@@ -144,8 +151,10 @@ def _repeats(pieces: Pieces, count: np.ndarray, num_plain: int) -> np.ndarray | 
     return same if any_of(same) else None
 
 
-def _fields(problem: Problem, pieces: Pieces, border: int, chunks: _Chunks, upto: np.ndarray) -> np.ndarray:
-    """int32 [E, lo.MASKED_SIZE]: the fields of all entries, as if all were masked ones.
+def _fields(
+    problem: Problem, pieces: Pieces, border: int, chunks: _Chunks, upto: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Word and position of all entries, low and high of the masked ones.
 
     They are worked out for the first entry of each piece, as if it were full, and repeated; in each next one they are a
     unit further on. Pieces are few. In between numbers may wrap around.
@@ -159,61 +168,61 @@ def _fields(problem: Problem, pieces: Pieces, border: int, chunks: _Chunks, upto
     """
     layout, tree, node = problem.layout, problem.tree, pieces.node
     start, stop, first, counts, units = chunks
-    nth, size = np.arange(upto[-1], dtype=np.int32), units[0]  # slots from the first entry of all on
-    unit: Any = size
-    if units[1] != size:
+    nth, unit = np.arange(upto[-1], dtype=np.int32), units[0]  # slots from the first entry of all on
+    count: Any = unit
+    if units[0] == units[1]:
+        nth *= unit
+    else:
+        nth[: upto[border]] *= unit
         nth[upto[border] :] *= units[1]
-        nth[: upto[border]] *= size
-        unit = np.where(pieces.masked, units[1], size)
-    elif size > 1:
-        nth *= size
-    begin = first * unit
+        count = np.where(pieces.masked, units[1], unit).astype(np.int32)
+    begin = first * count
     before = start - begin  # slots of the first entry that are not the piece's
-    behind = (first + counts) * unit
+    behind = counts * count
+    behind += begin
     behind -= stop  # ... of the last one
-    begin -= upto[:-1] * unit
-    count = unit
+    begin -= upto[:-1] * count
     if problem.horizon:
-        count, behind = unit * ~pieces.reserve, behind * ~pieces.reserve
+        count, behind = count * ~pieces.reserve, behind * ~pieces.reserve
+    position = (layout.position - tree.first_slot).take(node)
+    position += begin
+    position = position.repeat(counts)
+    position += nth
     consecutive = tree.page_indices is None
-    of_node = np.zeros((tree.num_nodes, lo.MASKED_SIZE), np.int32)
-    of_node[:, lo.LOW], of_node[:, lo.HIGH] = layout.row_begin, layout.row_end
-    np.subtract(layout.position, tree.first_slot, out=of_node[:, lo.POSITION])
     if consecutive:
-        np.multiply(problem.first_page[:-1], problem.page_size << lo.COUNT_BITS, out=of_node[:, lo.WORD])
-    of_first = of_node.take(node, axis=0)  # as fast as a single field
-    of_first[:, lo.POSITION] += begin
-    if consecutive:
+        begin += (problem.first_page * problem.page_size).take(node)
         begin <<= lo.COUNT_BITS
         begin += count
-        count = begin
-    of_first[:, lo.WORD] += count
-    fields = of_first.repeat(counts, axis=0)
-    fields[:, lo.POSITION] += nth
-    if consecutive:
         nth <<= lo.COUNT_BITS
-        fields[:, lo.WORD] += nth
-    # Where a piece begins or ends within an entry, its first or last one is shorter. Some pieces have none: repeats.
+        word = begin.repeat(counts)
+        word += nth
+    else:
+        word = np.zeros(len(nth), np.int32)
+        word += count if isinstance(count, int) else count.repeat(counts)
+    # Where a piece begins or ends within an entry, its first or last one is shorter. Pieces that repeat have none.
     if any_of(before):
         which = (before * counts > 0).nonzero()[0]
         at, slots = upto.take(which), before.take(which)
-        fields[at, lo.POSITION] += slots
-        fields[at, lo.WORD] += (slots << lo.COUNT_BITS) - slots if consecutive else -slots
+        position[at] += slots
+        word[at] += (slots << lo.COUNT_BITS) - slots if consecutive else -slots
     if any_of(behind):
         which = (behind * counts > 0).nonzero()[0]
-        fields.reshape(-1)[(upto.take(which + 1) - 1) * lo.MASKED_SIZE + lo.WORD] -= behind.take(which)
+        at = upto[1:].take(which)
+        at -= 1
+        word[at] -= behind.take(which)
     if not consecutive:
         place = (tree.first_slot - layout.position).take(node).repeat(counts)
-        place += fields[:, lo.POSITION]
+        place += position
         slots = problem.slots(problem.first_page.take(node).repeat(counts), place)
         slots <<= lo.COUNT_BITS
-        fields[:, lo.WORD] += slots
+        word += slots
+    node, counts = node[border:], counts[border:]
+    low, high = layout.row_begin.take(node).repeat(counts), layout.row_end.take(node).repeat(counts)
     if any_of(pieces.causal):
-        causal = pieces.causal.repeat(counts).nonzero()[0]
+        causal = pieces.causal[border:].repeat(counts).nonzero()[0]
         seen_from = (layout.row_begin - layout.old_len - layout.position).take(node).repeat(counts).take(causal)
-        seen_from += fields[causal, lo.POSITION]
-        fields[causal, lo.LOW] = ~seen_from
-    return fields
+        low[causal] = ~(seen_from + position[upto[border] :].take(causal))
+    return word, position, low, high
 
 
 def _with_reserves_last(pieces: Pieces, piece: np.ndarray, chunk: np.ndarray) -> np.ndarray:

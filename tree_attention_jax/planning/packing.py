@@ -80,8 +80,13 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     buffer[places.slots : places.slots + num_rows] = _new_token_slots(problem)
     buffer[places.reduce : places.reduce + num_rows + 1] = reduce_ptr + places.lists
     buffer[places.reduce + num_rows + 1 : places.plain] = reduce_ptr[-1] + places.lists
-    buffer[places.plain : places.masked].reshape(-1, lo.PLAIN_SIZE)[:] = items.plain.fields
-    buffer[places.masked : places.lists].reshape(-1, lo.MASKED_SIZE)[:] = items.masked.fields
+    plain, masked = items.plain, items.masked
+    table = buffer[places.plain : places.masked].reshape(-1, lo.PLAIN_SIZE)
+    for field, column in enumerate((plain.word, plain.position)):
+        table[:, field] = column
+    table = buffer[places.masked : places.lists].reshape(-1, lo.MASKED_SIZE)
+    for field, column in enumerate((masked.word, masked.position, masked.low, masked.high)):
+        table[:, field] = column
     buffer[places.lists : growing_at] = reduce_list
     buffer[growing_at:grow_lists_at] = growing.ravel()
     buffer[grow_lists_at : grow_lists_at + len(grow_lists)] = grow_lists
@@ -134,7 +139,7 @@ def _places(items: Items, capacity: Buckets, launches: tuple[lo.Launch, ...]) ->
     cursor = launches[-1].items_at + launches[-1].capacity * lo.ITEM_SIZE
     reduce_at = cursor + 3 * capacity.queries
     plain_at = reduce_at + capacity.queries + 1
-    masked_at = plain_at + len(items.plain.fields) * lo.PLAIN_SIZE
+    masked_at = plain_at + len(items.plain.word) * lo.PLAIN_SIZE
     return _Places(
         launches=launches,
         rows=cursor,
@@ -143,7 +148,7 @@ def _places(items: Items, capacity: Buckets, launches: tuple[lo.Launch, ...]) ->
         reduce=reduce_at,
         plain=plain_at,
         masked=masked_at,
-        lists=masked_at + len(items.masked.fields) * lo.MASKED_SIZE,
+        lists=masked_at + len(items.masked.word) * lo.MASKED_SIZE,
     )
 
 
