@@ -185,9 +185,12 @@ class ShapeTable:
         ``one_sided``: the share of their steps that are masked and of one half alone, beyond those of the other.
         """
         costs = self._launches.take(launch, axis=1)
-        step = costs[7:9] + masked * costs[9:11]
-        step += one_sided * costs[11:]
-        return LaunchCosts(*costs[:7], *step)
+        step, of_masked, of_one_sided = costs[7:9], costs[9:11], costs[11:]
+        of_masked *= masked
+        of_one_sided *= one_sided
+        step += of_masked
+        step += of_one_sided
+        return LaunchCosts(*costs[:9])
 
     @functools.cached_property
     def _launches(self) -> np.ndarray:

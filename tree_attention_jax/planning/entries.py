@@ -51,17 +51,19 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
         pieces = pieces.take(pieces.masked.argsort(kind="stable"))
     chunks = _chunks(problem, pieces, border, tiling.uniform)
     counts, repeats = chunks.counts, None
-    # Pieces of each tile, plain and masked.
-    plain_pieces = np.bincount(pieces.tile[:border], minlength=num_tiles)
-    masked_pieces = np.bincount(pieces.tile[border:], minlength=num_tiles)
+    # Where the pieces of each tile begin, plain ones, then masked ones.
+    of_tiles = np.empty(2 * num_tiles, np.intp)
+    of_tiles[:num_tiles] = np.bincount(pieces.tile[:border], minlength=num_tiles)
+    of_tiles[num_tiles:] = np.bincount(pieces.tile[border:], minlength=num_tiles)
+    indptr = exclusive_cumsum(of_tiles)
     if border:
-        repeats = _repeats(pieces, plain_pieces, border)
+        repeats = _repeats(pieces, of_tiles[:num_tiles], indptr)
         if repeats is not None:
             counts[:border] *= ~repeats.take(pieces.tile[:border])
     upto = exclusive_cumsum(counts)
     num_plain = int(upto[border])
     word, position, low, high = _fields(problem, pieces, border, chunks, upto)
-    begins = upto.take(exclusive_cumsum(np.concatenate([plain_pieces, masked_pieces])))
+    begins = upto.take(indptr)
     real = begins[1:] - begins[:-1]
     tile = node = chunk = np.zeros(0, np.int32)
     if problem.horizon:
@@ -124,7 +126,7 @@ def _chunks(problem: Problem, pieces: Pieces, border: int, uniform: bool) -> _Ch
     return _Chunks(start, stop, first, counts.astype(np.intp), units)
 
 
-def _repeats(pieces: Pieces, count: np.ndarray, num_plain: int) -> np.ndarray | None:
+def _repeats(pieces: Pieces, count: np.ndarray, indptr: np.ndarray) -> np.ndarray | None:
     """bool [num_tiles]: tiles with the same plain pieces (the first ones) as the tile before; None if there are none.
 
     The row tiles of a segment all walk its top, and a thousand copies of a prompt's entries would be most of a plan.
@@ -132,14 +134,18 @@ def _repeats(pieces: Pieces, count: np.ndarray, num_plain: int) -> np.ndarray | 
     Args:
         pieces: those of all tiles.
         count: [num_tiles] plain pieces of each.
-        num_plain: plain pieces of all.
+        indptr: where they begin.
     """
-    same = np.zeros(len(count), bool)
-    np.equal(count[1:], count[:-1], out=same[1:])
-    same &= count > 0
+    num_tiles, num_plain = len(count), int(indptr[len(count)])
+    tile, node, begin, end = (column[:num_plain] for column in pieces[:4])
+    same = count > 0
+    same[0] = False
+    same[1:] &= count[1:] == count[:-1]
+    # Most tiles that differ do so in the last one.
+    last = node.take(indptr[1 : num_tiles + 1] - 1)
+    same[1:] &= last[1:] == last[:-1]
     if not any_of(same):
         return None
-    tile, node, begin, end = (column[:num_plain] for column in pieces[:4])
     # The piece at the same place in the tile before, if that has as many.
     before = np.arange(num_plain)
     before -= count.take(tile - 1)

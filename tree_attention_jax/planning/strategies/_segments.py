@@ -57,8 +57,11 @@ def one_sided(rows: np.ndarray, queries: Any, tiles: np.ndarray) -> np.ndarray:
     As if each row saw as much, and no other row of the other half did: then the busier half is the one with more rows.
     """
     half, full = queries / 2, tiles - 1
-    busier = full * half + np.minimum(rows - full * queries, half)
-    busier *= 2 / np.maximum(rows, 1)
+    others = full * half
+    full *= queries
+    busier = np.minimum(rows - full, half)
+    busier += others
+    busier *= 2 / rows
     busier -= 1
     return busier
 

@@ -277,15 +277,17 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     tiles, num_tiles = Tiles(row0, row1, owner), len(row0)
     halved = shapes.launches_of_halves.take(plans.launch).take(of_tile).nonzero()[0]
     if len(halved):  # the middles of these are looked at along with the tiles
-        tiles = _with_middles(tiles, halved, (step // 2).take(owner.take(halved)))
+        tiles = _with_middles(tiles, halved, step // 2)
     seen = levels.nodes_of_tiles(tiles, top, table.below(segments), table.span.take(segments))
     # Tokens of each tile, and those of them that not all of its rows see. All numbers are whole, so no sum is rounded.
-    walked, before = table.token_sums.take(seen.high), table.token_sums.take(seen.low)
-    before_high, before_low = np.add.reduceat(walked, seen.indptr[:-1]), np.add.reduceat(before, seen.indptr[:-1])
-    tokens = (before_high - before_low)[:num_tiles]
-    walked -= before
+    sums = np.empty((3, len(seen.low)))
+    high, low, walked = sums
+    table.token_sums.take(seen.high, out=high, mode="clip")  # they are in range; without a mode it is slow
+    table.token_sums.take(seen.low, out=low, mode="clip")
+    np.subtract(high, low, out=walked)
     walked *= seen.partly
-    masked = np.add.reduceat(walked, seen.indptr[:-1])[:num_tiles]
+    before_high, before_low, masked = np.add.reduceat(sums, seen.indptr[:-1], axis=1)
+    tokens, masked = (before_high - before_low)[:num_tiles], masked[:num_tiles]
     alone = np.zeros(num_tiles)  # of one half of a tile, beyond those of the other
     if len(halved):
         # The first half sees all up to the middle, the second one all from there on.
@@ -302,9 +304,10 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     times, limits = price(problem, costs, blocks, plans.memory, reduced)
     time = np.bincount(plans.whose, np.minimum.reduce(times), len(plans.reduction)) + plans.reduction
 
-    winner = min(plans.ranks, key=_comparable(time, plans.unusual).__getitem__)
-    launches = (plans.whose == winner).nonzero()[0]
-    low, high = int(launches[0]), int(launches[-1]) + 1
+    winner, low, high = plans.ranks[0], 0, num_launches
+    if len(plans.ranks) > 1:
+        winner = min(plans.ranks, key=_comparable(time, plans.unusual).__getitem__)
+        low, high = plans.whose.searchsorted([winner, winner + 1]).tolist()
     begin, end = first[low], first[high] if high < len(first) else len(row0)
     which = of_tile[begin:end]
     indptr = seen.indptr[begin : end + 1]
@@ -330,14 +333,15 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
 
 
 def _with_middles(tiles: Tiles, which: np.ndarray, half: np.ndarray) -> Tiles:
-    """The tiles; then for some of them an empty one between their first so many rows and the others.
+    """The tiles; then for some of them an empty one between their first ``half`` rows (of each segment's tiles) and the
+    others.
 
     Where there are no others, it lies at the end.
     """
-    row0, row1, owner = tiles
-    middle = np.minimum(row0.take(which) + half, row1.take(which))
-    return Tiles(
-        row0=np.concatenate([row0, middle]),
-        row1=np.concatenate([row1, middle]),
-        owner=np.concatenate([owner, owner.take(which)]),
-    )
+    row0, row1, owner = begin, end, whose = tiles
+    if len(which) < len(row0):
+        begin, end, whose = row0.take(which), row1.take(which), owner.take(which)
+    middle = half.take(whose)
+    middle += begin
+    np.minimum(middle, end, out=middle)
+    return Tiles(np.concatenate([row0, middle]), np.concatenate([row1, middle]), np.concatenate([owner, whose]))
