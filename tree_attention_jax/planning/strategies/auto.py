@@ -39,7 +39,7 @@ from tree_attention_jax._arrays import any_of, exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
-from tree_attention_jax.planning.strategies._launches import Blocks, price, spread, starts
+from tree_attention_jax.planning.strategies._launches import Blocks, Launches, price, spread, starts
 from tree_attention_jax.planning.strategies._levels import Levels, Tiles
 from tree_attention_jax.planning.strategies._one_segment import one_segment
 from tree_attention_jax.planning.strategies._segmentation import cheapest
@@ -201,9 +201,8 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     blocks = Blocks(first, place, tiles, walked / tiles, rows)
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
     has_partials = written > num_rows  # some row has several segments
-    costs = shapes.launches(launch, masked / in_all, alone / in_all)
-    hopeless = NO_HOPE * (1 + NEARLY) if single else np.inf
-    times, _ = price(problem, costs, blocks, memory, has_partials.take(whose), hopeless)
+    launches = Launches(launch, masked / in_all, alone / in_all, memory, has_partials.take(whose))
+    times, _ = price(problem, shapes, launches, blocks, NO_HOPE * (1 + NEARLY) if single else np.inf)
     reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
     reduction += profile.launch_us
     reduction *= has_partials
@@ -298,10 +297,9 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     in_all = np.maximum(np.add.reduceat(tokens, first), 1)
     masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
     blocks = Blocks(first, of_tile, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
-    reduced = plans.reduction.take(plans.whose) > 0
     alone /= in_all
-    costs = shapes.launches(plans.launch, masked / in_all, alone)
-    times, limits = price(problem, costs, blocks, plans.memory, reduced)
+    reduced = plans.reduction.take(plans.whose) > 0
+    times, limits = price(problem, shapes, Launches(plans.launch, masked / in_all, alone, plans.memory, reduced), blocks)
     time = np.bincount(plans.whose, np.minimum.reduce(times), len(plans.reduction)) + plans.reduction
 
     winner, low, high = plans.ranks[0], 0, num_launches
