@@ -184,24 +184,30 @@ class ShapeTable:
 
         ``one_sided``: the share of their steps that are masked and of one half alone, beyond those of the other.
         """
+        return LaunchCosts(*self.launch_rows(launch, masked, one_sided)[:9])
+
+    def launch_rows(self, launch: Any, masked: Any, one_sided: Any) -> np.ndarray:
+        """The same as rows of an array, [13, L]; the last ones are nobody's."""
         costs = self._launches.take(launch, axis=1)
         step, of_masked, of_one_sided = costs[7:9], costs[9:11], costs[11:]
         of_masked *= masked
         of_one_sided *= one_sided
         step += of_masked
         step += of_one_sided
-        return LaunchCosts(*costs[:9])
+        return costs
 
     def launch(self, launch: int, masked: float, one_sided: float) -> LaunchCosts:
         """The same of one launch, in Python's numbers."""
-        (*same, step, latency), masks, alone = self._launch_numbers[launch]
-        step += masked * masks[0]
-        latency += masked * masks[1]
-        return LaunchCosts(*same, step + one_sided * alone[0], latency + one_sided * alone[1])
+        *costs, step_masked, latency_masked, step_alone, latency_alone = self._launch_numbers[launch]
+        costs[7] += masked * step_masked
+        costs[7] += one_sided * step_alone
+        costs[8] += masked * latency_masked
+        costs[8] += one_sided * latency_alone
+        return LaunchCosts(*costs)
 
     @functools.cached_property
-    def _launch_numbers(self) -> list[tuple[list[float], list[float], list[float]]]:
-        return [(costs[:9], costs[9:11], costs[11:]) for costs in self._launches.T.tolist()]
+    def _launch_numbers(self) -> list[list[float]]:
+        return self._launches.T.tolist()
 
     @functools.cached_property
     def _launches(self) -> np.ndarray:

@@ -65,7 +65,8 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     word, position, low, high = _fields(problem, pieces, border, chunks, upto)
     begins = upto.take(indptr)
     real = begins[1:] - begins[:-1]
-    tile = node = chunk = np.zeros(0, np.int32)
+    none: np.ndarray = np.zeros(0, np.int32)
+    tile = node = chunk = none
     if problem.horizon:
         lists = pieces.tile + num_tiles * pieces.masked  # not in order
         begins = exclusive_cumsum(np.bincount(lists, counts, 2 * num_tiles).astype(np.int32))
@@ -83,7 +84,6 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
         same_as *= ~repeats
         np.maximum.accumulate(same_as, out=same_as)
         of_plain = of_plain[0].take(same_as), of_plain[1].take(same_as)
-    none = tile[:0]
     growing = tile[:num_plain], node[:num_plain], chunk[:num_plain]
     plain = Entries(word[:num_plain], position[:num_plain], none, none, *of_plain, *growing)
     of_masked = begins[num_tiles:-1] - num_plain, real[num_tiles:]

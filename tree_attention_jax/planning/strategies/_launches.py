@@ -81,9 +81,9 @@ def price(
     length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
     items, written = _splits(blocks, length, reduced)
     # All repeated for each length: NumPy takes three times as long for short arrays that it has to broadcast.
-    costs = shapes.launches(launches.launch, launches.masked, launches.one_sided)
-    of_launches = np.array([*costs, steps, launches.memory, longest])[:, None]
-    *of_each, steps, memory, longest = of_launches.repeat(len(length), axis=1)
+    rows = shapes.launch_rows(launches.launch, launches.masked, launches.one_sided)
+    rows[9], rows[10], rows[11] = steps, launches.memory, longest
+    *of_each, steps, memory, longest = rows[:12, None].repeat(len(length), axis=1)
     costs = LaunchCosts(*of_each)
     tokens = np.minimum(length, longest)  # of the longest item
     most = np.ceil(tokens / costs.block_kv)

@@ -146,7 +146,9 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         alone += np.bincount(shape[count:]).nonzero()[0].tolist()
         prices += [CHEAP] * (len(alone) - len(prices))
     if alone:
-        places, of_each = (best, [1]) if whole is not None else cheapest(problem, table, time.take(alone, axis=0), prices)
+        places, of_each = best, [1]
+        if whole is None:
+            places, of_each = cheapest(problem, table, time.take(alone, axis=0), prices)
         found.append(places)
         shape_of.append(np.array(alone).repeat(of_each))
         counts += of_each
@@ -280,11 +282,10 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     seen = levels.nodes_of_tiles(tiles, top, table.below(segments), table.span.take(segments))
     # Tokens of each tile, and those of them that not all of its rows see. All numbers are whole, so no sum is rounded.
     sums = np.empty((3, len(seen.low)))
-    high, low, walked = sums
-    table.token_sums.take(seen.high, out=high, mode="clip")  # they are in range; without a mode it is slow
-    table.token_sums.take(seen.low, out=low, mode="clip")
-    np.subtract(high, low, out=walked)
-    walked *= seen.partly
+    table.token_sums.take(seen.high, out=sums[0], mode="clip")  # they are in range; without a mode it is slow
+    table.token_sums.take(seen.low, out=sums[1], mode="clip")
+    np.subtract(sums[0], sums[1], out=sums[2])
+    sums[2] *= seen.partly
     before_high, before_low, masked = np.add.reduceat(sums, seen.indptr[:-1], axis=1)
     tokens, masked = (before_high - before_low)[:num_tiles], masked[:num_tiles]
     alone = np.zeros(num_tiles)  # of one half of a tile, beyond those of the other
@@ -299,7 +300,9 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     blocks = Blocks(first, of_tile, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
     alone /= in_all
     reduced = plans.reduction.take(plans.whose) > 0
-    times, limits = price(problem, shapes, Launches(plans.launch, masked / in_all, alone, plans.memory, reduced), blocks)
+    times, limits = price(
+        problem, shapes, Launches(plans.launch, masked / in_all, alone, plans.memory, reduced), blocks
+    )
     time = np.bincount(plans.whose, np.minimum.reduce(times), len(plans.reduction)) + plans.reduction
 
     winner, low, high = plans.ranks[0], 0, num_launches
