@@ -108,10 +108,8 @@ def _intervals(
     eldest = np.add.accumulate(children)[:-1]
     sums = np.zeros((len(parent) + 1, 2), np.int64)
     of_depth, of_rank = sums[1:, 0], sums[1:, 1]
-    of_depth[:] = kv_len
-    of_depth += 1 << 32
-    of_rank[:] = weight
-    of_rank -= before.take(eldest)
+    np.add(kv_len, np.int64(1 << 32), out=of_depth)
+    np.subtract(weight, before.take(eldest), out=of_rank)
     before = before[:-1]
     if by_parent is not None:
         sorted_before, before = before, np.empty_like(before)
