@@ -12,6 +12,10 @@ from tree_attention_jax._arrays import all_of, exclusive_cumsum
 from tree_attention_jax.planning.problem import Problem
 
 
+# Many tiles' places among few are found by counting all of them, up to so many times as many as the tiles.
+COUNTED = 8
+
+
 class Tiles(NamedTuple):
     """Row tiles of segments."""
 
@@ -164,7 +168,12 @@ class Levels:
         low = np.arange(0, int(indptr[-1]) * stride, stride)
         low += at.repeat(pairs)
         high = low + (row1 - row0).repeat(pairs)
-        first, last = end.searchsorted(low, "right"), begin.searchsorted(high)
+        size = self.depth * stride
+        if size < COUNTED * len(low):
+            first = np.add.accumulate(np.bincount(end, minlength=size)).take(low)
+            last = np.add.accumulate(np.bincount(begin, minlength=size)).take(high - 1)
+        else:
+            first, last = end.searchsorted(low, "right"), begin.searchsorted(high)
         # None of the three is so if all rows of the tile see its only node.
         partly = last - first > 1
         partly |= begin.take(first, mode="clip") > low
