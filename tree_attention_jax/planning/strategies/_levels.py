@@ -11,7 +11,6 @@ import numpy as np
 from tree_attention_jax._arrays import all_of, exclusive_cumsum
 from tree_attention_jax.planning.problem import Problem
 
-
 # Many tiles' places among few are found by counting all of them, up to so many times as many as the tiles.
 COUNTED = 8
 

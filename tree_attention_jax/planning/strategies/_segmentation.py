@@ -12,29 +12,20 @@ from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._segments import BELOW, FROM, SegmentTable
 
 
-def cheapest(
-    problem: Problem, table: SegmentTable, times: np.ndarray, prices: list[float]
-) -> tuple[np.ndarray, list[int]]:
-    """The segmentations with the least sums of times: places of their segments in the table, one segmentation after
-    the other; and how many segments each has.
+def options_of(problem: Problem, table: SegmentTable, times: np.ndarray, prices: list[float]) -> np.ndarray:
+    """Bottom-up: [2, spans, I, C], the least cost of all below an inner node if its segment spans so many levels.
+
+    From it (0 levels: the node by itself), and below it (0: its children begin segments of their own).
 
     Args:
         problem: gives the time of partials: what rows pay for having several segments.
         table: all segments.
-        times: [C, F] of each of them, for each segmentation.
-        prices: [C] factors of that of partials.
+        times: [lists, F] of each of them.
+        prices: factors of that of partials. C is all lists with the first one, then with the next.
     """
     each = [price * problem.heads.partial_bytes / problem.profile.partial_bytes_per_us for price in prices]
-    cost = np.multiply.outer(table.partial_rows, each)
-    cost += times.T
-    return _trace(table, _options(table, cost))
-
-
-def _options(table: SegmentTable, cost: np.ndarray) -> np.ndarray:
-    """Bottom-up: [2, spans, I, C], the least cost of all below an inner node if its segment spans so many levels.
-
-    From it (0 levels: the node by itself), and below it (0: its children begin segments of their own). ``cost``: [F, C]
-    """
+    cost = np.multiply.outer(table.partial_rows, np.array(each).repeat(len(times)))
+    cost += times.T if len(prices) == 1 else np.concatenate([times] * len(prices)).T
     levels = table.levels
     depth, spans, inner, leaf, count = levels.depth, levels.spans, levels.inner, levels.leaf, cost.shape[1]
     all_options = table.by_node(cost)
@@ -62,8 +53,12 @@ def _options(table: SegmentTable, cost: np.ndarray) -> np.ndarray:
     return all_options
 
 
-def _trace(table: SegmentTable, options: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Top-down: follow the best options from the virtual root."""
+def cheapest(table: SegmentTable, options: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Top-down: follow the best options from the virtual root.
+
+    Returns the segmentations with the least costs: places of their segments in the table, one segmentation after the
+    other; and how many segments each has.
+    """
     levels, count = table.levels, options.shape[3]
     # Often one segment holds everything, from the virtual root on or from the only root.
     whole, last = [], levels.depth - 1

@@ -42,7 +42,7 @@ from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._launches import Blocks, Launches, price, spread, starts
 from tree_attention_jax.planning.strategies._levels import Levels, Tiles
 from tree_attention_jax.planning.strategies._one_segment import one_segment
-from tree_attention_jax.planning.strategies._segmentation import cheapest
+from tree_attention_jax.planning.strategies._segmentation import cheapest, options_of
 from tree_attention_jax.planning.strategies._segments import (
     NodeTokens,
     SegmentTable,
@@ -71,6 +71,8 @@ FEW_SLOTS = 1024
 # The programme takes the SMs to be busy. A few rows of a single KV head leave most of them idle, and more segments,
 # each a partial, would be more programs: so such trees have more candidates, for which partials cost so much less.
 FEW_ROWS, CHEAP = 256, 0.15
+# Of so few nodes, all that the programme may be asked for takes about as long as a part of it.
+FEW_NODES = 128
 # What halves of tiles see is the roughest of the estimates. Where one half works on more than this share of a launch
 # alone, the best tiling without such tiles is looked for, too.
 LOPSIDED = 0.05
@@ -134,21 +136,30 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     else:
         table = SegmentTable.of(levels, nodes)
         time = segment_times(problem, shapes, table)
-        places, of_each = cheapest(problem, table, np.minimum.reduce(time)[None].repeat(len(prices), axis=0), prices)
+        lists, small = np.minimum.reduce(time)[None], levels.num_nodes <= FEW_NODES
+        if small:
+            lists = np.concatenate([lists, time])
+        options = options_of(problem, table, lists, prices)
+        of_all = options.take(range(0, options.shape[3], len(lists)), axis=3) if small else options
+        places, of_each = cheapest(table, of_all)
     shape, count = time.take(places, axis=1).argmin(axis=0), of_each[0]
     best = places[:count]
     found, shape_of, counts = [best], [shape[:count]], [count]
-    alone = np.bincount(shape[:count]).nonzero()[0].tolist() if count > 1 else []
-    if len(alone) == 1:
-        alone = []
-    prices = [1.0] * len(alone)
-    if few:
-        alone += np.bincount(shape[count:]).nonzero()[0].tolist()
-        prices += [CHEAP] * (len(alone) - len(prices))
+    used = np.bincount(shape[:count]).nonzero()[0].tolist() if count > 1 else []
+    cheap = np.bincount(shape[count:]).nonzero()[0].tolist() if few else []
+    alone = (used if len(used) > 1 else []) + cheap
     if alone:
         places, of_each = best, [1]
         if whole is None:
-            places, of_each = cheapest(problem, table, time.take(alone, axis=0), prices)
+            dear = len(alone) - len(cheap)
+            if small:
+                options = options.take([1 + a + len(lists) * (i >= dear) for i, a in enumerate(alone)], axis=3)
+            else:
+                parts = [(alone[:dear], prices[:1]), (cheap, prices[1:])]
+                options = np.concatenate(
+                    [options_of(problem, table, time.take(a, axis=0), price) for a, price in parts if a], axis=3
+                )
+            places, of_each = cheapest(table, options)
         found.append(places)
         shape_of.append(np.array(alone).repeat(of_each))
         counts += of_each
