@@ -6,6 +6,8 @@ as a short array takes as long as a few of them.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from tree_attention_jax.planning.problem import Problem
@@ -53,11 +55,10 @@ def options_of(problem: Problem, table: SegmentTable, times: np.ndarray, prices:
     return all_options
 
 
-def cheapest(table: SegmentTable, options: np.ndarray) -> tuple[np.ndarray, list[int]]:
+def cheapest(table: SegmentTable, options: np.ndarray) -> list[np.ndarray]:
     """Top-down: follow the best options from the virtual root.
 
-    Returns the segmentations with the least costs: places of their segments in the table, one segmentation after the
-    other; and how many segments each has.
+    Returns the C segmentations with the least costs, as places of their segments in the table.
     """
     levels, count = table.levels, options.shape[3]
     # Often one segment holds everything, from the virtual root on or from the only root.
@@ -69,7 +70,7 @@ def cheapest(table: SegmentTable, options: np.ndarray) -> tuple[np.ndarray, list
         elif last > 1 and levels.begin[2] == 2 and below_roots[0][which] == 0 and from_roots[1][which] == last - 1:
             whole.append(table.place(FROM, last - 1, 1))
     if len(whole) == count:
-        return np.array(whole), [1] * count
+        return [np.array([place]) for place in whole]
     span_from, span_below = options.argmin(axis=1)
     inner, above_each = levels.inner, levels.above
     above = above_each.take(inner)
@@ -97,9 +98,10 @@ def cheapest(table: SegmentTable, options: np.ndarray) -> tuple[np.ndarray, list
     spans = span_from.reshape(-1).take(from_it), span_below.reshape(-1).take(below_it)
     if count == 1:
         places = [table.place(FROM, spans[0], from_it), table.place(BELOW, spans[1], below_it), leaf]
-        return np.concatenate(places), [sum(map(len, places))]
+        return [np.concatenate(places)]
     places = [table.place(FROM, spans[0], from_it // count), table.place(BELOW, spans[1], below_it // count)]
     owner = np.concatenate([from_it, below_it, leaf])
     owner %= count
-    order = owner.argsort(kind="stable")
-    return np.concatenate([*places, leaf // count]).take(order), np.bincount(owner, minlength=count).tolist()
+    all_places = np.concatenate([*places, leaf // count]).take(owner.argsort(kind="stable"))
+    ends = [0, *np.add.accumulate(np.bincount(owner, minlength=count)).tolist()]
+    return [all_places[begin:end] for begin, end in itertools.pairwise(ends)]

@@ -129,50 +129,44 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     nodes = NodeTokens.of(levels, problem.unit)
     few = problem.heads.num_kv_heads == 1 and problem.layout.num_rows <= FEW_ROWS
     prices = [1.0, CHEAP] if few else [1.0]
-    whole = one_segment(problem, shapes, levels, nodes, prices[-1])
+    whole, small = one_segment(problem, shapes, levels, nodes, prices[-1]), levels.num_nodes <= FEW_NODES
     if whole is not None:
         table, time, place = whole
-        places, of_each = np.array([place] * len(prices)), [1] * len(prices)
+        best = where_cheap = np.array([place])
     else:
         table = SegmentTable.of(levels, nodes)
         time = segment_times(problem, shapes, table)
-        lists, small = np.minimum.reduce(time)[None], levels.num_nodes <= FEW_NODES
+        lists = np.minimum.reduce(time)[None]
         if small:
             lists = np.concatenate([lists, time])
-        options = options_of(problem, table, lists, prices)
-        of_all = options.take(range(0, options.shape[3], len(lists)), axis=3) if small else options
-        places, of_each = cheapest(table, of_all)
-    shape, count = time.take(places, axis=1).argmin(axis=0), of_each[0]
-    best = places[:count]
-    found, shape_of, counts = [best], [shape[:count]], [count]
-    used = np.bincount(shape[:count]).nonzero()[0].tolist() if count > 1 else []
-    cheap = np.bincount(shape[count:]).nonzero()[0].tolist() if few else []
-    alone = (used if len(used) > 1 else []) + cheap
-    if alone:
-        places, of_each = best, [1]
-        if whole is None:
-            dear = len(alone) - len(cheap)
-            if small:
-                options = options.take([1 + a + len(lists) * (i >= dear) for i, a in enumerate(alone)], axis=3)
-            else:
-                parts = [(alone[:dear], prices[:1]), (cheap, prices[1:])]
-                options = np.concatenate(
-                    [options_of(problem, table, time.take(a, axis=0), price) for a, price in parts if a], axis=3
-                )
-            places, of_each = cheapest(table, options)
-        found.append(places)
-        shape_of.append(np.array(alone).repeat(of_each))
-        counts += of_each
-    twin = 0
+        optima = cheapest(table, options_of(problem, table, lists, prices))
+        best, where_cheap = optima[0], optima[-len(lists)]
+    shape = time.take(best, axis=1).argmin(axis=0)
+    used = np.bincount(shape).nonzero()[0].tolist()
+    alone = [(0, index) for index in used] if len(used) > 1 else []  # (price, shape)
+    if few:
+        cheap_shape = time.take(where_cheap, axis=1).argmin(axis=0)
+        alone += [(1, index) for index in np.bincount(cheap_shape).nonzero()[0].tolist()]
+    found = [best]
+    if whole is not None:
+        found += [best] * len(alone)
+    elif small:
+        found += [optima[len(lists) * price + 1 + index] for price, index in alone]
+    else:
+        for price in sorted({price for price, _ in alone}):
+            of_shapes = time.take([index for which, index in alone if which == price], axis=0)
+            found += cheapest(table, options_of(problem, table, of_shapes, prices[price : price + 1]))
+    shape_of, twin = [index for _, index in alone], 0
     if levels.depth <= levels.spans:
-        every = np.arange(len(shapes.tiles))
         if len(best) == 1 and levels.depth > 2:
-            twin = len(counts) + int(shape[0])
-        found.append(np.array([table.all_in_one()]).repeat(len(every)))
-        counts += [1] * len(every)
-        shape_of.append(every)
-    owner = np.arange(len(counts)).repeat(counts)
-    return table, _Candidates(owner, np.concatenate(found), np.concatenate(shape_of), twin)
+            twin = len(found) + int(shape[0])
+        shape_of += range(len(shapes.tiles))
+        found += [np.array([table.all_in_one()])] * len(shapes.tiles)
+    counts = [len(places) for places in found]
+    owner, of_others = np.arange(len(counts)), np.array(shape_of, np.intp)
+    if len(counts) < sum(counts):
+        owner, of_others = owner.repeat(counts), of_others.repeat(counts[1:])
+    return table, _Candidates(owner, np.concatenate(found), np.concatenate([shape, of_others]), twin)
 
 
 def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
