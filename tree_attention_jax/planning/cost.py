@@ -246,7 +246,7 @@ def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:
 def _masked_unit(problem: Problem) -> int:
     """What masked entries will hold, most likely: a wide tile has masks for what lies below the roots.
 
-    As in :func:`.entries._units`, a block of decode steps has one unit for all.
+    As in :func:`.entries._chunks`, a block of decode steps has one unit for all.
     """
     tree = problem.tree
     if problem.horizon:

@@ -78,7 +78,7 @@ class NodeTokens(NamedTuple):
     def of(levels: Levels, unit: int) -> NodeTokens:
         slots = -levels.tokens  # idle ones, of each node's last entry
         slots &= unit - 1
-        slots *= levels.tokens >= slots  # short runs will get entries of one token (:func:`.entries._units`)
+        slots *= levels.tokens >= slots  # short runs will get entries of one token (:func:`.entries._chunks`)
         slots += levels.tokens
         tokens, rows = slots.astype(np.float32), levels.rows.astype(np.float32)
         extra = rows - 1
