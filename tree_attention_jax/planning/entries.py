@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallas_kernels.layout import COUNT_BITS
+from pallas_kernels import layout as lo
 from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
@@ -42,7 +42,7 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     start = problem.tree.first_slot.take(pieces.node) + pieces.begin
     units = (problem.unit, problem.unit) if tiling.uniform else _units(problem, pieces, border, start)
     repeats = _repeats(pieces, border, num_tiles)
-    plain_entries, masked_entries = _expand(problem, pieces, border, start, units, num_tiles, repeats)
+    plain_entries, masked_entries = _expand(problem, pieces, border, start, units, tiling, repeats)
     if repeats is None:
         return plain_entries, masked_entries, units
     same_as = np.arange(num_tiles)
@@ -96,14 +96,14 @@ def _expand(
     num_plain: int,
     start: np.ndarray,
     units: tuple[int, int],
-    num_tiles: int,
+    tiling: Tiling,
     repeats: np.ndarray | None,
 ) -> tuple[Entries, Entries]:
     """Entries of the first ``num_plain`` pieces, but for tiles whose plain ones are repeated, and of the others.
 
     What does not change within a piece is worked out for the pieces, of which there are few, and then spread.
     """
-    layout, node = problem.layout, pieces.node
+    layout, node, num_tiles = problem.layout, pieces.node, tiling.num_blocks
     before = start - pieces.begin  # slots before the node's first token
     stop = before + pieces.end
     unit: Any = units[0] if units[0] == units[1] else np.where(pieces.masked, units[1], units[0])
@@ -143,8 +143,9 @@ def _expand(
     if problem.horizon:
         count[pieces.reserve.take(piece)] = 0
     word = problem.slots(spread(problem.first_page.take(node)), begin)
-    word <<= COUNT_BITS
+    word <<= lo.SLOT_SHIFT
     word |= count
+    word[border:] |= spread_masked(_halves(problem, pieces, tiling))
     position = spread(layout.position.take(node) - before)
     position += begin
     # Only masked entries say who sees them.
@@ -183,6 +184,16 @@ def _expand(
         chunk[border:],
     )
     return plain, masked
+
+
+def _halves(problem: Problem, pieces: Pieces, tiling: Tiling) -> np.ndarray:
+    """Bits of the halves of their tiles that may see the tokens of pieces."""
+    ends, begins = zip(*(tile.halves(problem.heads.group) for tile in tiling.tiles))
+    kind, row = tiling.tile, tiling.row_begin
+    first_end, second_begin = row + np.array(ends, np.int32).take(kind), row + np.array(begins, np.int32).take(kind)
+    first = problem.layout.row_begin.take(pieces.node) < first_end.take(pieces.tile)
+    second = problem.layout.row_end.take(pieces.node) > second_begin.take(pieces.tile)
+    return (first + 2 * second).astype(np.int32) << lo.HALVES_SHIFT
 
 
 def _with_reserves_last(pieces: Pieces, piece: np.ndarray, chunk: np.ndarray) -> np.ndarray:
