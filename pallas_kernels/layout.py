@@ -11,7 +11,9 @@ reuses the compiled program, and one transfer brings it to the device::
 first cache slot and the count, because one load a token is what the inner loop can afford; its tokens stand at
 absolute positions ``position ..``, and every row of the item sees them. A *masked* entry adds ``(low, high)``: rows
 ``low <= r < high`` see it. A negative low means ``~low`` and that token ``x`` of the entry is seen from row
-``~low + x`` on: new tokens of one node, causal among themselves.
+``~low + x`` on: new tokens of one node, causal among themselves. The word of a masked entry also says which *halves*
+of its tile have a row that may see it (:meth:`TileClass.halves`): what a warpgroup of Mosaic's kernel leaves out, it
+then need not look at.
 
 **Item**: rows ``row .. row + num_rows - 1`` times its plain entries and its masked entries. It writes either
 partials, at ``partial .. partial + num_rows - 1``, or, where a row has no other item, the final output
@@ -44,11 +46,12 @@ ROW, NUM_ROWS, PLAIN_BEGIN, PLAIN_COUNT, MASKED_BEGIN, MASKED_COUNT, PARTIAL, QU
 WORD, POSITION, LOW, HIGH = range(4)
 PLAIN_SIZE = 2
 MASKED_SIZE = 4
-# A word is slot << COUNT_BITS | count.
-COUNT_BITS = 5
-COUNT_MASK = (1 << COUNT_BITS) - 1
+# A word is slot << SLOT_SHIFT | second half << HALVES_SHIFT + 1 | first half << HALVES_SHIFT | count.
+HALVES_SHIFT = 5
+SLOT_SHIFT = 7
+COUNT_MASK = (1 << HALVES_SHIFT) - 1
 MAX_UNIT = 16
-MAX_SLOTS = 1 << (31 - COUNT_BITS)
+MAX_SLOTS = 1 << (31 - SLOT_SHIFT)
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,12 @@ class TileClass:
 
     def queries_per_tile(self, group: int) -> int:
         return self.rows // self.heads_per_tile(group)
+
+    def halves(self, group: int) -> tuple[int, int]:
+        """Where the first half of a tile's rows ends, and where the second one begins, in queries: the two overlap where
+        a query has heads in both."""
+        heads, half = self.heads_per_tile(group), self.rows // 2
+        return -(-half // heads), half // heads
 
     def name(self) -> str:
         masked = f"m{self.masked_unit}" if self.masked else ""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -30,11 +31,13 @@ from pallas_kernels.mosaic_store import Outputs, pad, store
 from pallas_kernels.mosaic_tokens import (
     Entries,
     all_filled,
+    may_be_seen,
     next_all_filled,
     positions,
     read_entries,
     seen_by,
-    seen_by_some_or_all,
+    seen_by_all,
+    seen_by_some,
     step_slots,
     tokens_at,
 )
@@ -188,7 +191,7 @@ def _step(shared, warpgroup, step, listed, rows, full, *softmax, folded, factor,
     if not full:
         full = all_filled(entries, geo)
     queries = shared.queries.at[warpgroup]
-    logits = products.scores(queries, shared.keys.at[stage], functools.partial(_meet, shared, geo))
+    logits, _ = products.scores(queries, shared.keys.at[stage], functools.partial(_meet, shared, geo))
     for slot in slots:
         plgpu.barrier_arrive(shared.keys_free.at[slot])
 
@@ -219,18 +222,27 @@ def _masked_step(
     stage = rem(step, geo.stages)
     queries = shared.queries.at[warpgroup]
 
+    def read(slot: Scalar, first: Scalar, left: Scalar) -> Entries:
+        return read_entries(shared.meta, slot, first, left, geo.part_entries, True, geo)
+
     def attend(part: Scalar, softmax: Any) -> Any:
         slot = stage * geo.parts + part
         begin = pl.ds(pl.multiple_of(part * geo.part, geo.part), geo.part)
         first, left = listed[0] + part * geo.part_entries * lo.MASKED_SIZE, listed[1] - part * geo.part_entries
         plgpu.barrier_wait(shared.keys_full.at[slot])
-        entries = read_entries(shared.meta, slot, first, left, geo.part_entries, True, geo)
-        full = all_filled(entries, geo)
-        some, every = seen_by_some_or_all(entries, *span)
+        if geo.halves:
+            some = may_be_seen(shared.meta, slot, first, left, warpgroup, geo)
+        else:
+            some = seen_by_some(read(slot, first, left), *span)
 
         def look(*softmax: jax.Array) -> Any:
-            logits = products.scores(queries, shared.keys.at[stage, begin], lambda: None)
-            logits = _masked(logits, rows, entries, every & full, True, folded, geo, options)
+            keys = shared.keys.at[stage, begin]
+            if options.uses_positions:
+                logits, _ = products.scores(queries, keys, lambda: None)
+                logits = _masked(logits, rows, read(slot, first, left), False, True, folded, geo, options)
+            else:  # who sees what is worked out while the product is
+                logits, seen = products.scores(queries, keys, lambda: _seen(rows, read(slot, first, left), span, geo))
+                logits = _where_seen(_scaled(logits, rows, folded, options), seen)
             weight, *goes_on = _go_on(logits, softmax, factor)
             return weight.astype(shared.values.dtype), *goes_on
 
@@ -326,6 +338,34 @@ def _masked(logits, rows: Rows, entries: Entries, full, masked, folded, geo, opt
         return logits if folded else base2_logits(logits, options)
 
     return as_they_are(logits) if full is True else lax.cond(full, as_they_are, one_by_one, logits)
+
+
+def _scaled(logits: jax.Array, rows: Rows, folded: bool, options: Options) -> jax.Array:
+    """Logits in the form that the softmax reads, where no option needs positions."""
+    if options.scaled_keys:
+        logits = logits * _spread(rows.key_factor, logits)
+    return logits if folded else base2_logits(logits, options)
+
+
+def _seen(rows: Rows, entries: Entries, span: tuple[Scalar, Scalar], geo: Geometry) -> jax.Array:
+    """int32 [64, part], all bits set where a row sees a token."""
+    shape = WARPGROUP_ROWS, geo.part
+    everything = plgpu.layout_cast(jnp.full(shape, -1, jnp.int32), plgpu.Layout.WGMMA)
+
+    def one_by_one() -> jax.Array:
+        tokens = tokens_at(step_slots(shape, 1), entries, geo)
+        row = lax.broadcast_in_dim(rows.row, shape, [0])
+        return jnp.where(seen_by(row, tokens, entries), everything, 0)
+
+    all_of_it = seen_by_all(entries, *span) & all_filled(entries, geo)
+    return lax.cond(all_of_it, lambda: everything, one_by_one)
+
+
+def _where_seen(logits: jax.Array, seen: jax.Array) -> jax.Array:
+    """-inf elsewhere, in one operation of bits: a comparison would be one more."""
+    bits = lax.bitcast_convert_type(logits, jnp.int32)
+    nothing = int(np.float32(-np.inf).view(np.int32))
+    return lax.bitcast_convert_type((bits & seen) | (~seen & nothing), jnp.float32)
 
 
 def _clean(

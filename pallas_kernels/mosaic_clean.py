@@ -19,12 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic_geometry import Geometry
 from pallas_kernels.mosaic_tokens import pick
 from pallas_kernels.mosaic_work import Scalar
+from pallas_kernels.mosaic_zero import LINE_BYTES, LINE_COLUMNS, WORD_BITS, zero_tokens
 
-# V as it is cleaned: lines of 128 bytes. A tile of 8 tokens by 64 columns is 8 lines, a token's columns in one of them.
-# A swizzle moves columns within their line, which does not matter to zeros.
-LINE_WORDS = 32
-LINE_COLUMNS = 64
-TILE_TOKENS = 8
+LINE_WORDS = LINE_BYTES // 4
 
 
 def lines_like(geo: Geometry, v_head_dim: int) -> Any:
@@ -44,29 +41,20 @@ def clean(
 
     Of an entry's ``unit`` slots, the ``filled`` ones from ``begin`` on hold its tokens.
     """
-
-    def entry(e: Scalar, carry: None) -> None:
-        here, count = pick(begin, e), pick(filled, e)
-        zero = functools.partial(_zero_others, shared, stage, first_slot + e * geo.unit, here, count, geo)
-        pl.when(count < geo.unit)(zero)
-
-    lax.fori_loop(0, len(begin), entry, None)
-    plgpu.commit_smem()
-
-
-def _zero_others(shared: Any, stage: Scalar, slot: Scalar, begin: Scalar, filled: Scalar, geo: Geometry) -> None:
-    """Zero the ``unit`` slots from ``slot`` on, but for the ``filled`` ones from ``begin`` on."""
     width = shared.values.shape[-1]
     if geo.simulated:  # which does not know two views of the same memory
-        some = shared.values.at[stage, pl.ds(slot, geo.unit)]
-        token = lax.broadcasted_iota(jnp.int32, some.shape, 0)
+        some = shared.values.at[stage, pl.ds(first_slot, len(begin) * geo.unit)]
+        slot = lax.broadcasted_iota(jnp.int32, some.shape, 0)
+        entry = slot // geo.unit
+        token = slot % geo.unit - pick(begin, entry)
+        here = some[...]
+        some[...] = jnp.where((token >= 0) & (token < pick(filled, entry)), here, jnp.zeros_like(here))
     else:
-        count = geo.unit * width // LINE_COLUMNS
-        some = shared.lines.at[stage, pl.ds(slot * (width // LINE_COLUMNS), count)]
-        layout = plgpu.Layout.WG_STRIDED((count, LINE_WORDS), vec_size=2)
-        line = plgpu.broadcasted_iota(jnp.int32, (count, LINE_WORDS), 0, layout=layout)
-        tile_lines = TILE_TOKENS * width // LINE_COLUMNS
-        token = (line >> (tile_lines.bit_length() - 1)) * TILE_TOKENS + (line & (TILE_TOKENS - 1))
-    token = token - begin
-    here = some[...]
-    some[...] = jnp.where((token >= 0) & (token < filled), here, jnp.zeros_like(here))
+        tokens = len(begin) * geo.unit
+        holds = [jnp.int32(0)] * (tokens // WORD_BITS)
+        for e, (first, count) in enumerate(zip(begin, filled)):
+            word, bit = divmod(e * geo.unit, WORD_BITS)
+            holds[word] |= ((1 << count) - 1) << (first + bit)
+        lines = shared.lines.at[stage, pl.ds(first_slot * width // LINE_COLUMNS, tokens * width // LINE_COLUMNS)]
+        zero_tokens(lines, width, holds)
+    plgpu.commit_smem()

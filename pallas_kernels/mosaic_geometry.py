@@ -136,6 +136,11 @@ class Geometry:
         return self.block > WARPGROUP_ROWS and META_ALIGN - 1 + 2 * self.entries * lo.PLAIN_SIZE <= META_WORDS
 
     @property
+    def halves(self) -> bool:
+        """Whether the two warpgroups have what the plan calls the halves of a tile."""
+        return self.consumers == 2 and self.passes == 1
+
+    @property
     def works(self) -> int:
         """Passes of an item, for one KV head."""
         return self.head_tiles * self.passes

@@ -8,7 +8,7 @@ keys of a part lies the piece of the entry list that begins with it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import layout as lo
 from pallas_kernels.mosaic_clean import clean, unfilled
 from pallas_kernels.mosaic_geometry import META_ALIGN, META_WORDS, WARPGROUP_ROWS, Geometry
+from pallas_kernels.mosaic_tokens import pick
 from pallas_kernels.mosaic_work import Scalar, Work, div, for_each_work, rem
 
 
@@ -105,11 +106,9 @@ def produce(
     masked_too = shape.launches[index].tile.masked
 
     def one(turn: Scalar, work: Work, step: Scalar) -> Scalar:
-        def words(i: Scalar, masked: bool) -> tuple[Scalar, ...]:
-            return _read_words(buffer_ref, work, i, masked, geo)
-
-        kinds = (False, True) if masked_too else (False,)
-        first_words = [words(jnp.int32(0), masked) for masked in kinds]  # on their way while the queries are
+        source = _Source(k_ref, v_ref, buffer_ref, shared, work, geo)
+        first_plain = _read_words(source, jnp.int32(0), geo.entries, masked=False)  # on their way while the queries are
+        first_masked = _read_words(source, jnp.int32(0), geo.part_entries, masked=True) if masked_too else ()
 
         @pl.when(turn > 0)
         def _():
@@ -117,20 +116,30 @@ def produce(
 
         row_of = bring_rows(buffer_ref, shared, turn, work, shape, geo, fetch=True)
         _load_queries(q_ref, shared, work, row_of, geo)
-        unclean = _pack(((jnp.int32(0), jnp.int32(geo.unit)),) * geo.entries)  # no step yet: as if it were full
-        for masked, first in zip(kinds, first_words):
 
-            def load(i: Scalar, carry: Any, masked: bool = masked) -> Any:
-                step, here, unclean = carry
-                following = words(i + 1, masked)  # read ahead, for the reason given at `for_each_work`
-                unclean = _load_block(k_ref, v_ref, buffer_ref, shared, work, step, i, here, masked, unclean, geo)
-                return step + 1, following, unclean
+        def plain(i: Scalar, carry: Any) -> Any:
+            step, words = carry
+            following = _read_words(source, i + 1, geo.entries, masked=False)  # ahead, as at `for_each_work`
+            _load_step(source, step, i, words)
+            return step + 1, following
 
-            step, _, unclean = lax.fori_loop(0, work.blocks(masked, geo), load, (step, first, unclean))
-        if masked_too:
-            for part in range(geo.parts):
-                _finish(shared, step - 1, part, unclean, geo)
-        return step
+        step, _ = lax.fori_loop(0, work.blocks(False, geo), plain, (step, first_plain))
+        if not masked_too:
+            return step
+
+        def masked(i: Scalar, carry: Any) -> Any:
+            number, words, unclean = carry
+            following = _read_words(source, i + 1, geo.part_entries, masked=True)
+            unclean = _load_masked_part(source, number, i, words, unclean)
+            return number + 1, following, unclean
+
+        steps = work.blocks(True, geo)
+        full = ((jnp.int32(0), jnp.int32(geo.unit)),) * geo.part_entries  # no part yet: as if it were full
+        number, _, unclean = lax.fori_loop(
+            0, steps * geo.parts, masked, (step * geo.parts, first_masked, full)
+        )
+        _finish(shared, number - 1, unclean, geo)
+        return step + steps
 
     steps = for_each_work(buffer_ref, program, index=index, grid=grid, shape=shape, geo=geo, body=one)
 
@@ -251,82 +260,106 @@ def for_each_box(work, warpgroup, row_of, *, geo, there, absent=None) -> None:
         batches(size)
 
 
-def _read_words(buffer_ref: Any, work: Work, i: Scalar, masked: bool, geo: Geometry) -> tuple[Scalar, ...]:
-    """The words of the entries of step ``i``; where the list has ended, of any."""
-    begin, count = work.entries(masked)
+class _Source(NamedTuple):
+    """Where the tokens of a pass come from and go to."""
+
+    k_ref: Any
+    v_ref: Any
+    buffer_ref: Any
+    shared: Shared
+    work: Work
+    geo: Geometry
+
+
+def _read_words(source: _Source, i: Scalar, count: int, *, masked: bool) -> tuple[Scalar, ...]:
+    """The words of ``count`` entries, the ``i``-th so many of the list; where it has ended, of any."""
+    begin, listed = source.work.entries(masked)
     size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
-    last = jnp.maximum(count - 1, 0)
-    places = [begin + jnp.minimum(i * geo.entries + e, last) * size + lo.WORD for e in range(geo.entries)]
-    return tuple(buffer_ref[jnp.minimum(place, buffer_ref.shape[0] - 1)] for place in places)
+    last = jnp.maximum(listed - 1, 0)
+    places = [begin + jnp.minimum(i * count + e, last) * size + lo.WORD for e in range(count)]
+    end = source.buffer_ref.shape[0] - 1
+    return tuple(source.buffer_ref[jnp.minimum(place, end)] for place in places)
 
 
-def _load_block(
-    k_ref, v_ref, buffer_ref, shared, work, step, i, words, masked, unclean: tuple[Scalar, ...], geo
-) -> tuple[Scalar, ...]:
-    """Step ``i`` of a pass. An entry is copied with the whole stretch of ``unit`` slots it lies in, from a multiple of
-    ``unit`` on, because tiles in shared memory begin at multiples of 8 rows.
+def _load_step(source: _Source, step: Scalar, i: Scalar, words: tuple[Scalar, ...]) -> None:
+    """Plain step ``i`` of a pass: keys, then values, in the order in which they are given back."""
+    geo = source.geo
 
-    When the values of a masked part are on their way, those of the same part of the step before are made fit for use
-    (:func:`_finish`): so a step's parts are all in flight while the loader waits for one of them. ``unclean``: what
-    :func:`_pack` makes of the step before if it was a masked one; returned is that of this one.
-    """
-    stage = rem(step, geo.stages)
-    begin, count = work.entries(masked)
-    size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
-    used = step >= geo.stages
-    listed = [i * geo.entries + e < count for e in range(geo.entries)]
-    held = [((word >> lo.COUNT_BITS) & (geo.unit - 1), word & lo.COUNT_MASK) for word in words]
+    def load(part: Scalar, of_values: bool) -> None:
+        here = [pick(words[e :: geo.part_entries], part) for e in range(geo.part_entries)]
+        _load_part(source, step * geo.parts + part, i * geo.parts + part, tuple(here), masked=False, of_values=of_values)
+
+    for of_values in (False, True):
+        if geo.parts == 1:
+            load(jnp.int32(0), of_values)
+        else:
+            # A loop, because code that runs for the first time comes as slowly as data: see `docs/performance.md`.
+            lax.fori_loop(0, geo.parts, lambda part, _: load(part, of_values), None)
+
+
+def _load_masked_part(
+    source: _Source, number: Scalar, i: Scalar, words: tuple[Scalar, ...], unclean: Any
+) -> tuple[tuple[Scalar, Scalar], ...]:
+    """Masked part ``i`` of a pass. When it is on its way, the values of the one before are made fit for use
+    (:func:`_finish`): ``unclean`` says where its tokens lie; returned is that of this one."""
+    geo = source.geo
+    _load_part(source, number, i, words, masked=True, of_values=False)
+    _, count = source.work.entries(True)
+    listed = [i * geo.part_entries + e < count for e in range(geo.part_entries)]
+    held = [((word >> lo.SLOT_SHIFT) & (geo.unit - 1), word & lo.COUNT_MASK) for word in words]
     held = [(begin, jnp.where(there, filled, 0)) for there, (begin, filled) in zip(listed, held)]
-
-    def load(part: int, of_values: bool) -> None:
-        slot, first = stage * geo.parts + part, i * geo.entries + part * geo.part_entries
-        full, free = (shared.values_full, shared.values_free) if of_values else (shared.keys_full, shared.keys_free)
-        cache_ref, ring = (v_ref, shared.values) if of_values else (k_ref, shared.keys)
-
-        @pl.when(used)
-        def _():
-            plgpu.barrier_wait(free.at[slot])
-
-        if not of_values:
-            list_from = pl.multiple_of((begin + first * size) & -META_ALIGN, META_ALIGN)
-            plgpu.copy_gmem_to_smem(buffer_ref.at[pl.ds(list_from, META_WORDS)], shared.meta.at[slot], full.at[slot])
-        here = slice(part * geo.part_entries, (part + 1) * geo.part_entries)
-        to = ring.at[stage, pl.ds(part * geo.part, geo.part)]
-        if not (masked and of_values):
-            _load_tokens(cache_ref, to, full.at[slot], work.kv_head, listed[here], words[here], geo)
-            return
-        come = slot + jnp.where(unfilled([filled for _, filled in held[here]], geo), geo.slots, 0)
-        _load_tokens(cache_ref, to, full.at[come], work.kv_head, listed[here], words[here], geo)
-        _finish(shared, step - 1, part, unclean, geo)
-
-    # In the order in which they are given back: whole steps where all see them, else parts.
-    order = [(part, of_values) for of_values in (False, True) for part in range(geo.parts)]
-    for part, of_values in sorted(order) if masked else order:
-        load(part, of_values)
-    return _pack(held) if masked else unclean
+    dirty = unfilled([filled for _, filled in held], geo)
+    _load_part(source, number, i, words, masked=True, of_values=True, dirty=dirty)
+    _finish(source.shared, number - 1, unclean, geo)
+    return tuple(held)
 
 
-def _pack(held: Sequence[tuple[Scalar, Scalar]]) -> tuple[Scalar, ...]:
-    """Where the tokens of a step's entries begin and how many there are, two entries a word: the loading warpgroup has
-    few registers to keep them in."""
-    half = [begin << 8 | filled for begin, filled in held]
-    half += [jnp.int32(0)] * (len(half) % 2)
-    return tuple(low | high << 16 for low, high in zip(half[::2], half[1::2]))
+def _load_part(
+    source: _Source,
+    number: Scalar,
+    i: Scalar,
+    words: tuple[Scalar, ...],
+    *,
+    masked: bool,
+    of_values: bool,
+    dirty: Scalar | None = None,
+) -> None:
+    """Keys or values of part ``i`` of a pass, the ``number``-th of the program.
+
+    An entry is copied with the whole stretch of ``unit`` slots it lies in, from a multiple of ``unit`` on, because tiles
+    in shared memory begin at multiples of 8 rows. ``dirty``: the copies report to the second half of ``values_full``.
+    """
+    _, _, buffer_ref, shared, work, geo = source
+    begin, count = work.entries(masked)
+    slot, first = rem(number, geo.slots), i * geo.part_entries
+    full, free = (shared.values_full, shared.values_free) if of_values else (shared.keys_full, shared.keys_free)
+    cache_ref, ring = (source.v_ref, shared.values) if of_values else (source.k_ref, shared.keys)
+
+    @pl.when(number >= geo.slots)
+    def _():
+        plgpu.barrier_wait(free.at[slot])
+
+    if not of_values:
+        size = lo.MASKED_SIZE if masked else lo.PLAIN_SIZE
+        list_from = pl.multiple_of((begin + first * size) & -META_ALIGN, META_ALIGN)
+        plgpu.copy_gmem_to_smem(buffer_ref.at[pl.ds(list_from, META_WORDS)], shared.meta.at[slot], full.at[slot])
+    stage, part = div(slot, geo.parts), rem(slot, geo.parts)
+    to = ring.at[stage, pl.ds(pl.multiple_of(part * geo.part, geo.part), geo.part)]
+    listed = [first + e < count for e in range(geo.part_entries)]
+    come = slot if dirty is None else slot + jnp.where(dirty, geo.slots, 0)
+    _load_tokens(cache_ref, to, full.at[come], work.kv_head, listed, words, geo)
 
 
-def _finish(shared: Shared, step: Scalar, part: int, packed: tuple[Scalar, ...], geo: Geometry) -> None:
+def _finish(shared: Shared, number: Scalar, held: tuple[tuple[Scalar, Scalar], ...], geo: Geometry) -> None:
     """Clean the values of a masked part, and say that they have come; of a full part, the copies have said so."""
-    half = [word >> shift for word in packed for shift in (0, 16)]
-    half = half[part * geo.part_entries : (part + 1) * geo.part_entries]
-    begin, filled = [(word >> 8) & 0xFF for word in half], [word & 0xFF for word in half]
+    begin, filled = zip(*held)
 
     @pl.when(unfilled(filled, geo))
     def _():
-        stage = rem(step, geo.stages)
-        slot = stage * geo.parts + part
+        slot = rem(number, geo.slots)
         plgpu.barrier_wait(shared.values_full.at[geo.slots + slot])
-        clean(shared, stage, part * geo.part, begin, filled, geo)
-        for _ in half:
+        clean(shared, div(slot, geo.parts), rem(slot, geo.parts) * geo.part, begin, filled, geo)
+        for _ in held:
             plgpu.barrier_arrive(shared.values_full.at[slot])
 
 
@@ -335,19 +368,20 @@ def _load_tokens(cache_ref, to, full, kv_head, listed, words, geo) -> None:
 
     Where the entries are full and lie side by side in the cache, one copy brings them all.
     """
+    bare = [word & ~(3 << lo.HALVES_SHIFT) for word in words]
     run = listed[-1] & ((words[0] & lo.COUNT_MASK) == geo.unit)
-    for e, word in enumerate(words[1:], 1):
-        run &= word == words[0] + e * (geo.unit << lo.COUNT_BITS)
+    for e, word in enumerate(bare[1:], 1):
+        run &= word == bare[0] + e * (geo.unit << lo.SLOT_SHIFT)
 
     def copy(word, rows: Any, tokens: int) -> None:
-        slot = pl.multiple_of((word >> lo.COUNT_BITS) & -geo.unit, geo.unit)
+        slot = pl.multiple_of((word >> lo.SLOT_SHIFT) & -geo.unit, geo.unit)
         plgpu.copy_gmem_to_smem(cache_ref.at[pl.ds(slot, tokens), kv_head], rows, full)
 
     @pl.when(run)
     def _():
         copy(words[0], to, geo.part)
-        for _ in range(geo.part_entries - 1):
-            plgpu.barrier_arrive(full)
+        if geo.part_entries > 1:
+            lax.fori_loop(0, geo.part_entries - 1, lambda *_: plgpu.barrier_arrive(full), None)
 
     @pl.when(jnp.logical_not(run))
     def _():

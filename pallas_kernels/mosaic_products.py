@@ -15,22 +15,22 @@ class Products(NamedTuple):
     """Both operands in shared memory, except the weights.
 
     Attributes:
-        scores: (queries [64, D], keys [T, D], meanwhile) -> float32 [64, T]; ``meanwhile()`` is called when the product
-            has been issued.
+        scores: (queries [64, D], keys [T, D], meanwhile) -> float32 [64, T] and what ``meanwhile()`` returns, which is
+            called when the product has been issued.
         accumulate: (out float32 [64, Dv], weights [64, T], values [T, Dv]) -> out + weights values.
         none: called where both are left out.
     """
 
-    scores: Callable[[Any, Any, Callable[[], None]], jax.Array]
+    scores: Callable[[Any, Any, Callable[[], Any]], tuple[jax.Array, Any]]
     accumulate: Callable[[jax.Array, jax.Array, Any], jax.Array]
     none: Callable[[], None]
 
 
-def _scores(queries, keys, meanwhile) -> jax.Array:
+def _scores(queries, keys, meanwhile) -> tuple[jax.Array, Any]:
     def multiply(accumulator):
         plgpu.wgmma(accumulator, queries, keys.transpose((1, 0)))
-        meanwhile()
-        return accumulator[...]
+        other = meanwhile()
+        return accumulator[...], other
 
     return pl.run_scoped(multiply, plgpu.ACC((queries.shape[0], keys.shape[0]), jnp.float32))
 
@@ -45,12 +45,12 @@ def _accumulate(out, weights, values) -> jax.Array:
 WGMMA = Products(_scores, _accumulate, lambda: None)
 
 
-def _plain_scores(queries, keys, meanwhile) -> jax.Array:
-    meanwhile()
+def _plain_scores(queries, keys, meanwhile) -> tuple[jax.Array, Any]:
+    other = meanwhile()
     scores = jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
     # The matrix units read as the copies write; these reads do not, so a copy may follow only after this.
     plgpu.commit_smem()
-    return scores
+    return scores, other
 
 
 def _plain_accumulate(out, weights, values) -> jax.Array:

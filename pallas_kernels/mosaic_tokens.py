@@ -47,7 +47,7 @@ def read_entries(
 
     words = field(lo.WORD)
     return Entries(
-        begin=tuple((word >> lo.COUNT_BITS) & (geo.unit - 1) for word in words),
+        begin=tuple((word >> lo.SLOT_SHIFT) & (geo.unit - 1) for word in words),
         filled=tuple(jnp.where(e < left, word & lo.COUNT_MASK, 0) for e, word in enumerate(words)),
         position=field(lo.POSITION),
         low=field(lo.LOW) if masked else (),
@@ -63,16 +63,39 @@ def all_filled(entries: Entries, geo: Geometry) -> Scalar:
     return least == geo.unit
 
 
-def seen_by_some_or_all(entries: Entries, begin: Scalar, end: Scalar) -> tuple[Scalar, Scalar]:
-    """Whether any of rows ``begin .. end - 1`` sees any token of masked entries, and whether all see all of them."""
-    some, every = jnp.bool_(False), begin < end
-    for low, high, filled in zip(entries.low, entries.high, entries.filled):
-        # Token x of a causal entry is seen from row ~low + x on. Without `where`, for the reason given at `pick`.
-        first = jnp.maximum(low, ~low)
-        last = first + ((low >> 31) & (filled - 1))
+def may_be_seen(meta_ref: Any, slot: Scalar, first: Scalar, left: Scalar, half: Scalar, geo: Geometry) -> Scalar:
+    """Whether rows of a half of the tile may see any token of a part's masked entries: read from their words alone."""
+    skipped = first & (META_ALIGN - 1)
+    some = jnp.int32(0)
+    for e in range(geo.part_entries):
+        word = meta_ref[slot, skipped + (e * lo.MASKED_SIZE + lo.WORD)]
+        some |= jnp.where((e < left) & ((word & lo.COUNT_MASK) != 0), word, 0)
+    return ((some >> (lo.HALVES_SHIFT + half)) & 1) != 0
+
+
+def _seen_from(entries: Entries) -> list[tuple[Scalar, Scalar]]:
+    """The first row that sees any token of each masked entry, and the first one that sees all of them.
+
+    Token x of a causal entry is seen from row ~low + x on. Without `where`, for the reason given at `pick`.
+    """
+    first = [jnp.maximum(low, ~low) for low in entries.low]
+    return [(row, row + ((low >> 31) & (n - 1))) for row, low, n in zip(first, entries.low, entries.filled)]
+
+
+def seen_by_some(entries: Entries, begin: Scalar, end: Scalar) -> Scalar:
+    """Whether any of rows ``begin .. end - 1`` sees any token of masked entries."""
+    some = jnp.bool_(False)
+    for (first, _), high, filled in zip(_seen_from(entries), entries.high, entries.filled):
         some |= (filled > 0) & (first < end) & (high > begin)
+    return some & (begin < end)
+
+
+def seen_by_all(entries: Entries, begin: Scalar, end: Scalar) -> Scalar:
+    """Whether all of rows ``begin .. end - 1`` see all tokens of masked entries."""
+    every = begin < end
+    for (_, last), high in zip(_seen_from(entries), entries.high):
         every &= (last <= begin) & (high >= end)
-    return some & (begin < end), every
+    return every
 
 
 def next_all_filled(meta_ref: Any, slot: Scalar, first: Scalar, left: Scalar, geo: Geometry) -> Scalar:

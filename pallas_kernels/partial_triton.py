@@ -239,7 +239,7 @@ def _load_entries(buffer_ref, entries, num_entries, first, tile, masked, options
     at = entries + entry * size
     word = plgpu.load(buffer_ref.at[at + lo.WORD], mask=listed, other=0)
     filled = x < (word & lo.COUNT_MASK)
-    slot = (word >> lo.COUNT_BITS) + x
+    slot = (word >> lo.SLOT_SHIFT) + x
     position = low = high = None
     if options.uses_positions:
         position = (plgpu.load(buffer_ref.at[at + lo.POSITION], mask=listed, other=0) + x)[None, :]

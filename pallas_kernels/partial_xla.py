@@ -126,7 +126,7 @@ def _tokens(buffer, record, t, unit, row, masked):
     x = t % unit
     word = jnp.where(listed, buffer[at + lo.WORD], 0)
     filled = x < (word & lo.COUNT_MASK)
-    slot = jnp.where(filled, (word >> lo.COUNT_BITS) + x, 0)
+    slot = jnp.where(filled, (word >> lo.SLOT_SHIFT) + x, 0)
     position = buffer[at + lo.POSITION] + x
     seen = jnp.broadcast_to(filled[:, None, :], (*row.shape, len(t)))
     if masked:

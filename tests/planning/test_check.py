@@ -75,11 +75,11 @@ def lengthen_entry(buffer, shape):
 
 
 def shift_slot(buffer, shape):
-    buffer[first(buffer, shape, lo.PLAIN_COUNT)[lo.PLAIN_BEGIN] + lo.WORD] += 1 << lo.COUNT_BITS
+    buffer[first(buffer, shape, lo.PLAIN_COUNT)[lo.PLAIN_BEGIN] + lo.WORD] += 1 << lo.SLOT_SHIFT
 
 
 def slot_of_nobody(buffer, shape):
-    buffer[first(buffer, shape, lo.PLAIN_COUNT)[lo.PLAIN_BEGIN] + lo.WORD] = (10_000 << lo.COUNT_BITS) + 1
+    buffer[first(buffer, shape, lo.PLAIN_COUNT)[lo.PLAIN_BEGIN] + lo.WORD] = (10_000 << lo.SLOT_SHIFT) + 1
 
 
 def shift_position(buffer, shape):

@@ -92,7 +92,7 @@ def _covered(buffer: np.ndarray, shape: lo.WorkShape, records: np.ndarray, maske
         seen_from = buffer[at + lo.LOW]
         low = np.maximum(low, np.where(seen_from < 0, ~seen_from + x, seen_from))
         high = np.minimum(high, buffer[at + lo.HIGH])
-    return (buffer[at + lo.WORD] >> lo.COUNT_BITS) + x, low, high, buffer[at + lo.POSITION] + x
+    return (buffer[at + lo.WORD] >> lo.SLOT_SHIFT) + x, low, high, buffer[at + lo.POSITION] + x
 
 
 def _tokens_of_slots(tree: TokenTree, page_size: int, slot: np.ndarray) -> np.ndarray:

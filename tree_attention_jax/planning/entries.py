@@ -62,7 +62,7 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
             counts[:border] *= ~repeats.take(pieces.tile[:border])
     upto = exclusive_cumsum(counts)
     num_plain = int(upto[border])
-    word, position, low, high = _fields(problem, pieces, border, chunks, upto)
+    word, position, low, high = _fields(problem, pieces, border, chunks, upto, tiling)
     begins = upto.take(indptr)
     real = begins[1:] - begins[:-1]
     none: np.ndarray = np.zeros(0, np.int32)
@@ -158,7 +158,7 @@ def _repeats(pieces: Pieces, count: np.ndarray, indptr: np.ndarray) -> np.ndarra
 
 
 def _fields(
-    problem: Problem, pieces: Pieces, border: int, chunks: _Chunks, upto: np.ndarray
+    problem: Problem, pieces: Pieces, border: int, chunks: _Chunks, upto: np.ndarray, tiling: Tiling
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Word and position of all entries, low and high of the masked ones.
 
@@ -171,6 +171,7 @@ def _fields(
         border: see there.
         chunks: what each piece touches.
         upto: [pieces + 1] where the entries of each begin.
+        tiling: gives the tiles' halves.
     """
     layout, tree, node = problem.layout, problem.tree, pieces.node
     start, stop, first, counts, units = chunks
@@ -197,20 +198,22 @@ def _fields(
     consecutive = tree.page_indices is None
     if consecutive:
         begin += (problem.first_page * problem.page_size).take(node)
-        begin <<= lo.COUNT_BITS
+        begin <<= lo.SLOT_SHIFT
         begin += count
-        nth <<= lo.COUNT_BITS
+        begin[border:] += _halves(problem, pieces, border, tiling)
+        nth <<= lo.SLOT_SHIFT
         word = begin.repeat(counts)
         word += nth
     else:
         word = np.zeros(len(nth), np.int32)
         word += count if isinstance(count, int) else count.repeat(counts)
+        word[upto[border] :] += _halves(problem, pieces, border, tiling).repeat(counts[border:])
     # Where a piece begins or ends within an entry, its first or last one is shorter. Pieces that repeat have none.
     if any_of(before):
         which = (before * counts > 0).nonzero()[0]
         at, slots = upto.take(which), before.take(which)
         position[at] += slots
-        word[at] += (slots << lo.COUNT_BITS) - slots if consecutive else -slots
+        word[at] += (slots << lo.SLOT_SHIFT) - slots if consecutive else -slots
     if any_of(behind):
         which = (behind * counts > 0).nonzero()[0]
         at = upto[1:].take(which)
@@ -220,7 +223,7 @@ def _fields(
         place = (tree.first_slot - layout.position).take(node).repeat(counts)
         place += position
         slots = problem.slots(problem.first_page.take(node).repeat(counts), place)
-        slots <<= lo.COUNT_BITS
+        slots <<= lo.SLOT_SHIFT
         word += slots
     node, counts = node[border:], counts[border:]
     low, high = layout.row_begin.take(node).repeat(counts), layout.row_end.take(node).repeat(counts)
@@ -229,6 +232,16 @@ def _fields(
         seen_from = (layout.row_begin - layout.old_len - layout.position).take(node).repeat(counts).take(causal)
         low[causal] = ~(seen_from + position[upto[border] :].take(causal))
     return word, position, low, high
+
+
+def _halves(problem: Problem, pieces: Pieces, border: int, tiling: Tiling) -> np.ndarray:
+    """Bits of the halves of their tiles that may see the tokens of the masked pieces."""
+    ends, begins = zip(*(tile.halves(problem.heads.group) for tile in tiling.tiles))
+    kind, row, tile, node = tiling.tile, tiling.row_begin, pieces.tile[border:], pieces.node[border:]
+    first_end, second_begin = row + np.array(ends, np.int32).take(kind), row + np.array(begins, np.int32).take(kind)
+    first = problem.layout.row_begin.take(node) < first_end.take(tile)
+    second = problem.layout.row_end.take(node) > second_begin.take(tile)
+    return (first + 2 * second).astype(np.int32) << lo.HALVES_SHIFT
 
 
 def _with_reserves_last(pieces: Pieces, piece: np.ndarray, chunk: np.ndarray) -> np.ndarray:

@@ -172,7 +172,7 @@ def _tokens_walked(buffer: np.ndarray, records: np.ndarray, masked: bool) -> tup
         seen_from = buffer[entry + lo.LOW]
         low = np.maximum(low, np.where(seen_from < 0, ~seen_from + place, seen_from))
         high = np.minimum(high, buffer[entry + lo.HIGH])
-    return item, (buffer[entry + lo.WORD] >> lo.COUNT_BITS) + place, np.maximum(high - low, 0).astype(np.int64)
+    return item, (buffer[entry + lo.WORD] >> lo.SLOT_SHIFT) + place, np.maximum(high - low, 0).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def grow(buffer: jax.Array, shape: lo.WorkShape) -> jax.Array:
     nth = (start + buffer[lo.STEPS_TAKEN]) // unit - start // unit
     entry = buffer[jnp.where(grows, column(ENTRIES) + nth, 0)]
     word = buffer[jnp.where(grows, entry + lo.WORD, 0)]
-    slot = (word >> lo.COUNT_BITS) + (word & lo.COUNT_MASK)
+    slot = (word >> lo.SLOT_SHIFT) + (word & lo.COUNT_MASK)
     length = (entry - column(ITEM_BEGIN)) // jnp.maximum(column(ENTRY_SIZE), 1) + 1
     query = column(QUERY)
 
