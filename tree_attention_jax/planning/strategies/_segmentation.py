@@ -55,10 +55,11 @@ def options_of(problem: Problem, table: SegmentTable, times: np.ndarray, prices:
     return all_options
 
 
-def cheapest(table: SegmentTable, options: np.ndarray) -> list[np.ndarray]:
+def cheapest(table: SegmentTable, options: np.ndarray, first_may_do: bool = False) -> list[np.ndarray]:
     """Top-down: follow the best options from the virtual root.
 
-    Returns the C segmentations with the least costs, as places of their segments in the table.
+    Returns the C segmentations with the least costs, as places of their segments in the table; or only the first one,
+    if that may do and is a single segment.
     """
     levels, count = table.levels, options.shape[3]
     # Often one segment holds everything, from the virtual root on or from the only root.
@@ -69,6 +70,9 @@ def cheapest(table: SegmentTable, options: np.ndarray) -> list[np.ndarray]:
             whole.append(table.place(BELOW, last, 0))
         elif last > 1 and levels.begin[2] == 2 and below_roots[0][which] == 0 and from_roots[1][which] == last - 1:
             whole.append(table.place(FROM, last - 1, 1))
+        if first_may_do and whole:
+            return [np.array(whole)]
+        first_may_do = False
     if len(whole) == count:
         return [np.array([place]) for place in whole]
     span_from, span_below = options.argmin(axis=1)

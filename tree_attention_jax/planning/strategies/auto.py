@@ -73,6 +73,8 @@ FEW_SLOTS = 1024
 FEW_ROWS, CHEAP = 256, 0.15
 # Of so few nodes, all that the programme may be asked for takes about as long as a part of it.
 FEW_NODES = 128
+# ... and of so many, one shape at a time needs less memory.
+MANY_NODES = 4096
 # What halves of tiles see is the roughest of the estimates. Where one half works on more than this share of a launch
 # alone, the best tiling without such tiles is looked for, too.
 LOPSIDED = 0.05
@@ -139,8 +141,8 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         lists = np.minimum.reduce(time)[None]
         if small:
             lists = np.concatenate([lists, time])
-        optima = cheapest(table, options_of(problem, table, lists, prices))
-        best, where_cheap = optima[0], optima[-len(lists)]
+        optima = cheapest(table, options_of(problem, table, lists, prices), first_may_do=not few)
+        best, where_cheap = optima[0], optima[len(lists) * (len(prices) - 1)]
     shape = time.take(best, axis=1).argmin(axis=0)
     used = np.bincount(shape).nonzero()[0].tolist()
     alone = [(0, index) for index in used] if len(used) > 1 else []  # (price, shape)
@@ -153,9 +155,12 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     elif small:
         found += [optima[len(lists) * price + 1 + index] for price, index in alone]
     else:
-        for price in sorted({price for price, _ in alone}):
-            of_shapes = time.take([index for which, index in alone if which == price], axis=0)
-            found += cheapest(table, options_of(problem, table, of_shapes, prices[price : price + 1]))
+        batches = [[pair for pair in alone if pair[0] == price] for price in range(len(prices))]
+        if levels.num_nodes > MANY_NODES:
+            batches = [[pair] for pair in alone]
+        for batch in filter(None, batches):
+            of_shapes = time.take([index for _, index in batch], axis=0)
+            found += cheapest(table, options_of(problem, table, of_shapes, [prices[batch[0][0]]]))
     shape_of, twin = [index for _, index in alone], 0
     if levels.depth <= levels.spans:
         if len(best) == 1 and levels.depth > 2:
