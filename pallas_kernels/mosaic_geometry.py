@@ -37,6 +37,8 @@ BATCH = 8
 # Shared memory of a Hopper SM that a program may have, less alignment, barriers and the reductions' scratch.
 SHARED_BYTES = 227 * 1024 - 2048 - 4096
 MAX_STAGES = 8
+# Tokens of a wide tile's step.
+STEP = 128
 # Where there are masks, a step is loaded in parts of so many tokens, and masked ones are walked in them. Smaller ones
 # would leave out more of what a warpgroup does not see, but the matrix units want no less.
 PART = 64
@@ -158,7 +160,7 @@ def geometry(shape: lo.WorkShape, tile: lo.TileClass, simulated: bool = False) -
     widest = max(shape.head_dim, shape.v_head_dim)
     consumers = 2 if tile.rows > WARPGROUP_ROWS and widest <= PAIR_WIDTH else 1
     # Long steps keep the matrix units busy; narrow tiles cannot use them, and masks take them in parts.
-    block = 128 if tile.rows >= WARPGROUP_ROWS and widest <= PAIR_WIDTH else 64
+    block = STEP if tile.rows >= WARPGROUP_ROWS and widest <= PAIR_WIDTH else 64
     rows = consumers * WARPGROUP_ROWS
     group = shape.group
     heads = min(group, rows)

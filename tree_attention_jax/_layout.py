@@ -55,17 +55,19 @@ class Layout:
         row_begin, rows, path = _intervals(tree.parent, children, q_len, kv_len)
         position = path.astype(np.int32)
         query_node, old_len = (q_len > 0).nonzero()[0], kv_len
-        nth: np.ndarray | int = 0
         num_rows = int(np.add.reduce(q_len))
-        if len(query_node) < num_rows:
+        several = len(query_node) < num_rows
+        if several:
             query_node, nth = ragged_places(q_len)
             # A single new token is seen by its own row and all below, just like an old one.
             old_len = kv_len - q_len * (q_len > 1)
-        row_query, row = np.empty(num_rows, np.int32), row_begin.take(query_node).astype(np.intp)
-        row += nth
-        row_query[row] = np.arange(num_rows, dtype=np.int32)
+        row = row_begin.take(query_node)
         query_position = (position + kv_len - q_len).take(query_node)
-        query_position += nth
+        if several:
+            row += nth
+            query_position += nth
+        row_query = np.empty(num_rows, np.int32)
+        row_query[row] = np.arange(num_rows, dtype=np.int32)
         return cls(
             parent=tree.parent,
             children=children,
@@ -106,10 +108,8 @@ def _intervals(
     eldest = np.add.accumulate(children)[:-1]
     sums = np.zeros((len(parent) + 1, 2), np.int64)
     of_depth, of_rank = sums[1:, 0], sums[1:, 1]
-    of_depth[:] = kv_len
-    of_depth += 1 << 32
-    of_rank[:] = weight
-    of_rank -= before.take(eldest)
+    np.add(kv_len, np.int64(1 << 32), out=of_depth)
+    np.subtract(weight, before.take(eldest), out=of_rank)
     before = before[:-1]
     if by_parent is not None:
         sorted_before, before = before, np.empty_like(before)

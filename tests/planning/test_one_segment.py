@@ -9,7 +9,7 @@ from tree_attention_jax.planning.plan import make_problem
 from tree_attention_jax.planning.profile import load_profiles
 from tree_attention_jax.planning.strategies._levels import Levels
 from tree_attention_jax.planning.strategies._one_segment import one_segment
-from tree_attention_jax.planning.strategies._segmentation import cheapest
+from tree_attention_jax.planning.strategies._segmentation import cheapest, options_of
 from tree_attention_jax.planning.strategies._segments import NodeTokens, SegmentTable, segment_times
 from tree_attention_jax.planning.strategies.auto import CHEAP, MAX_SPAN, SHORTEST_STEP
 
@@ -51,10 +51,12 @@ def test_only_what_the_programme_chooses(gpu: str, heads: tuple[int, int], price
         few, few_times, place = found
         table = SegmentTable.of(levels, nodes)
         times = segment_times(problem, shapes, table)
-        (best,) = cheapest(problem, table, times.min(axis=0), price)
+        least = times.min(axis=0)
+        ((best,),) = cheapest(table, options_of(problem, table, least[None], [price]))
         # Nor would it choose another one if partials cost more, or with the best shape alone.
-        assert cheapest(problem, table, times.min(axis=0)) == best
-        assert cheapest(problem, table, times[times[:, best].argmin()], price) == best
+        lists = np.stack([least, times[times[:, best].argmin()]])
+        others = cheapest(table, options_of(problem, table, lists, [1.0, price]))
+        assert [other.tolist() for other in others] == [[best]] * 4
         assert (table.top[best], table.span[best]) == (few.top[place], few.span[place])
         for one, other in ((best, place), (table.all_in_one(), few.all_in_one())):
             np.testing.assert_array_equal(times[:, one], few_times[:, other])

@@ -9,8 +9,10 @@ and says how well they meet trees that they were not fitted to.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +21,12 @@ from pallas_kernels.layout import TileClass
 from pallas_kernels.mosaic_geometry import SMALLEST_COPY
 from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import GpuProfile, TileCost
-from tree_attention_jax.planning.tiles import fitted, resident_programs, suits_mosaic
+from tree_attention_jax.planning.tiles import fitted, loaded_at_once, resident_programs, suits_mosaic
 
 # How much of the shorter of work and bytes shows beside the longer one.
 OVERLAP = 0.5
 # ... up to so many microseconds: a long launch reaches a steady state.
 MAX_EXPOSED_US = 60.0
-# Some SMs have one program more than others: work lasts longer by that ratio to this power.
-IMBALANCE = 0.5
 # A single warp takes so many times as long for a step whose slots lie apart, each word a load (seen 1.1 to 1.3).
 SLOTS_APART = 1.25
 # Programs left over for a last wave are too few to keep the GPU busy: this share of what they wait shows.
@@ -89,6 +89,7 @@ class ShapeTable:
     Attributes:
         tiles: the shapes, narrow to wide.
         block_kv: tokens a step.
+        at_once: tokens that a program loads at once.
         queries: queries a tile holds.
         programs: programs an item makes (KV heads x parts of a group), over the SMs.
         resident: programs an SM runs at once.
@@ -100,6 +101,7 @@ class ShapeTable:
 
     tiles: tuple[TileClass, ...]
     block_kv: np.ndarray
+    at_once: np.ndarray
     queries: np.ndarray
     programs: np.ndarray
     resident: np.ndarray
@@ -184,10 +186,30 @@ class ShapeTable:
 
         ``one_sided``: the share of their steps that are masked and of one half alone, beyond those of the other.
         """
+        return LaunchCosts(*self.launch_rows(launch, masked, one_sided)[:9])
+
+    def launch_rows(self, launch: Any, masked: Any, one_sided: Any) -> np.ndarray:
+        """The same as rows of an array, [13, L]; the last ones are nobody's."""
         costs = self._launches.take(launch, axis=1)
-        step = costs[7:9] + masked * costs[9:11]
-        step += one_sided * costs[11:]
-        return LaunchCosts(*costs[:7], *step)
+        step, of_masked, of_one_sided = costs[7:9], costs[9:11], costs[11:]
+        of_masked *= masked
+        of_one_sided *= one_sided
+        step += of_masked
+        step += of_one_sided
+        return costs
+
+    def launch(self, launch: int, masked: float, one_sided: float) -> LaunchCosts:
+        """The same of one launch, in Python's numbers."""
+        *costs, step_masked, latency_masked, step_alone, latency_alone = self._launch_numbers[launch]
+        costs[7] += masked * step_masked
+        costs[7] += one_sided * step_alone
+        costs[8] += masked * latency_masked
+        costs[8] += one_sided * latency_alone
+        return LaunchCosts(*costs)
+
+    @functools.cached_property
+    def _launch_numbers(self) -> list[list[float]]:
+        return self._launches.T.tolist()
 
     @functools.cached_property
     def _launches(self) -> np.ndarray:
@@ -226,7 +248,7 @@ def shapes_for(problem: Problem, shortest_step: int = 0) -> ShapeTable:
 def _masked_unit(problem: Problem) -> int:
     """What masked entries will hold, most likely: a wide tile has masks for what lies below the roots.
 
-    As in :func:`.entries._units`, a block of decode steps has one unit for all.
+    As in :func:`.entries._chunks`, a block of decode steps has one unit for all.
     """
     tree = problem.tree
     if problem.horizon:
@@ -265,6 +287,7 @@ def shape_table(profile: GpuProfile, heads: Heads, unit: int, masked_unit: int, 
     return ShapeTable(
         tiles=tuple(tiles),
         block_kv=block_kv,
+        at_once=np.array([loaded_at_once(tile) for tile in tiles], np.int32),
         queries=column(lambda tile, cost: tile.queries_per_tile(group)),
         programs=heads.num_kv_heads * parts / profile.num_sms,
         resident=column(lambda tile, cost: resident_programs(heads, tile)),
@@ -286,8 +309,12 @@ def _fit(tile: TileClass) -> tuple[int, int, bool]:
     return tile.rows, tile.block_kv, tile.mosaic
 
 
-def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, memory) -> Any:
-    """Microseconds of launches; all arguments but the first are numbers, or arrays that broadcast.
+# What the next two functions need of NumPy, for plain numbers: those of a few launches take less time one by one.
+NUMBERS = SimpleNamespace(maximum=max, minimum=min, ceil=math.ceil, sqrt=math.sqrt)
+
+
+def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, memory, ops: Any = np) -> Any:
+    """Microseconds of launches; arguments from the second to the last but one are numbers, or arrays that broadcast.
 
     Args:
         profile: rates of the GPU.
@@ -295,42 +322,31 @@ def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, 
         steps, items: of all items together.
         longest: steps of the longest item.
         memory: time to read the launch's K/V once.
+        ops: ``NUMBERS`` if all are Python's numbers.
     """
-    items = np.maximum(items, 1e-9)
+    ceil, maximum, minimum = ops.ceil, ops.maximum, ops.minimum
+    items = maximum(items, 1e-9)
     an_sm = items * costs.programs
     work = items * costs.item_work_us + steps * (costs.step_us * costs.programs)
-    work *= (_ceil(an_sm) / an_sm) ** IMBALANCE
+    # Some SMs have one program more than others: work lasts longer by the root of that ratio. What follows rounds up
+    # quotients that may be a whole number and a little.
+    work *= ops.sqrt(ceil(an_sm - 1e-9) / an_sm)
     # Programs that do not fit at once run in waves; each waits out its own loads.
     fill = an_sm / costs.resident
-    waves = _ceil(fill)
+    waves = ceil(fill - 1e-9)
     wave = steps * costs.latency_us / items + costs.ends_us
-    latency = np.maximum(longest * costs.latency_us + costs.ends_us, wave * waves)
-    exposed = np.minimum(work, memory)
-    exposed *= OVERLAP
-    busy = np.maximum(work, memory) + np.minimum(exposed, MAX_EXPOSED_US)
-    if np.maximum.reduce(waves, axis=None) > 1:
+    latency = maximum(longest * costs.latency_us + costs.ends_us, wave * waves)
+    busy = maximum(work, memory) + minimum(OVERLAP * minimum(work, memory), MAX_EXPOSED_US)
+    if (waves if ops is NUMBERS else np.maximum.reduce(waves, axis=None)) > 1:
         last = (fill - waves + 1) / fill  # its share of the programs
         waits = (waves > 1) & (fill < waves - 1e-9)
-        busy = busy + LAST_WAVE * np.maximum(wave - busy * last, 0) * waits
-    least = np.maximum(latency, steps * costs.step_bytes / profile.l2_bytes_per_us)
-    return profile.launch_us + np.maximum(busy, least)
+        busy = busy + LAST_WAVE * maximum(wave - busy * last, 0) * waits
+    least = maximum(latency, steps * costs.step_bytes / profile.l2_bytes_per_us)
+    return profile.launch_us + maximum(busy, least)
 
 
-def least_time(profile: GpuProfile, costs: LaunchCosts, steps, items, memory) -> Any:
-    """No more than :func:`launch_time`, whatever the longest item is, and of as many items or more."""
-    work = items * costs.item_work_us
-    work += steps * (costs.step_us * costs.programs)
-    exposed = np.minimum(work, memory)
-    exposed *= OVERLAP
-    busy = np.maximum(work, memory)
-    busy += np.minimum(exposed, MAX_EXPOSED_US)
-    least = steps * costs.step_bytes
-    least /= profile.l2_bytes_per_us
-    np.maximum(busy, least, out=busy)
-    busy += profile.launch_us
-    return busy
-
-
-def _ceil(values: Any) -> Any:
-    """Of quotients that may be a whole number and a little."""
-    return np.ceil(values - 1e-9)
+def least_time(profile: GpuProfile, costs: LaunchCosts, steps: float, items: float, memory: float) -> float:
+    """No more than :func:`launch_time`, whatever the longest item is, and of as many items or more; of numbers."""
+    work = items * costs.item_work_us + steps * (costs.step_us * costs.programs)
+    busy = max(work, memory) + min(OVERLAP * min(work, memory), MAX_EXPOSED_US)
+    return profile.launch_us + max(busy, steps * costs.step_bytes / profile.l2_bytes_per_us)

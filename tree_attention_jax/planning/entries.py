@@ -32,6 +32,16 @@ class Entries(NamedTuple):
     chunk: np.ndarray  # (first_slot + token index) // unit: which stretch of its node's pages this is
 
 
+class _Chunks(NamedTuple):
+    """Stretches of a unit of slots that pieces touch, each an entry. Of each piece:"""
+
+    start: np.ndarray  # its slots, counted from where its node's pages begin
+    stop: np.ndarray
+    first: np.ndarray  # the first stretch
+    counts: np.ndarray  # how many they are; intp, as repeat would make them each time
+    units: tuple[int, int]  # tokens that an entry of a plain and of a masked piece holds
+
+
 def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entries, Entries, tuple[int, int]]:
     """Entries of the plain pieces, entries of the masked ones, and how many tokens either hold."""
     num_tiles = tiling.num_blocks
@@ -39,160 +49,198 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     border = len(pieces.masked) - int(np.count_nonzero(pieces.masked))
     if not all_of(pieces.masked[border:]):
         pieces = pieces.take(pieces.masked.argsort(kind="stable"))
-    start = problem.tree.first_slot.take(pieces.node) + pieces.begin
-    units = (problem.unit, problem.unit) if tiling.uniform else _units(problem, pieces, border, start)
-    repeats = _repeats(pieces, border, num_tiles)
-    plain_entries, masked_entries = _expand(problem, pieces, border, start, units, tiling, repeats)
-    if repeats is None:
-        return plain_entries, masked_entries, units
-    same_as = np.arange(num_tiles)
-    same_as *= ~repeats
-    np.maximum.accumulate(same_as, out=same_as)
-    begin, real = plain_entries.begin.take(same_as), plain_entries.real.take(same_as)
-    return plain_entries._replace(begin=begin, real=real), masked_entries, units
+    chunks = _chunks(problem, pieces, border, tiling.uniform)
+    counts, repeats = chunks.counts, None
+    # Where the pieces of each tile begin, plain ones, then masked ones.
+    of_tiles = np.empty(2 * num_tiles, np.intp)
+    of_tiles[:num_tiles] = np.bincount(pieces.tile[:border], minlength=num_tiles)
+    of_tiles[num_tiles:] = np.bincount(pieces.tile[border:], minlength=num_tiles)
+    indptr = exclusive_cumsum(of_tiles)
+    if border:
+        repeats = _repeats(pieces, of_tiles[:num_tiles], indptr)
+        if repeats is not None:
+            counts[:border] *= ~repeats.take(pieces.tile[:border])
+    upto = exclusive_cumsum(counts)
+    num_plain = int(upto[border])
+    word, position, low, high = _fields(problem, pieces, border, chunks, upto, tiling)
+    begins = upto.take(indptr)
+    real = begins[1:] - begins[:-1]
+    none: np.ndarray = np.zeros(0, np.int32)
+    tile = node = chunk = none
+    if problem.horizon:
+        lists = pieces.tile + num_tiles * pieces.masked  # not in order
+        begins = exclusive_cumsum(np.bincount(lists, counts, 2 * num_tiles).astype(np.int32))
+        real = np.bincount(lists, counts * ~pieces.reserve, 2 * num_tiles).astype(np.int32)
+        piece = np.arange(len(counts)).repeat(counts)
+        chunk = np.arange(len(piece), dtype=np.int32)
+        chunk += (chunks.first - upto[:-1]).take(piece)
+        order = _with_reserves_last(pieces, piece, chunk)
+        piece, chunk, word, position = (column.take(order) for column in (piece, chunk, word, position))
+        low, high = low.take(order[num_plain:] - num_plain), high.take(order[num_plain:] - num_plain)
+        tile, node = pieces.tile.take(piece), pieces.node.take(piece)
+    of_plain = begins[:num_tiles], real[:num_tiles]
+    if repeats is not None:
+        same_as = np.arange(num_tiles)
+        same_as *= ~repeats
+        np.maximum.accumulate(same_as, out=same_as)
+        of_plain = of_plain[0].take(same_as), of_plain[1].take(same_as)
+    growing = tile[:num_plain], node[:num_plain], chunk[:num_plain]
+    plain = Entries(word[:num_plain], position[:num_plain], none, none, *of_plain, *growing)
+    of_masked = begins[num_tiles:-1] - num_plain, real[num_tiles:]
+    growing = tile[num_plain:], node[num_plain:], chunk[num_plain:]
+    masked = Entries(word[num_plain:], position[num_plain:], low, high, *of_masked, *growing)
+    return plain, masked, chunks.units
 
 
-def _units(problem: Problem, pieces: Pieces, border: int, start: np.ndarray) -> tuple[int, int]:
-    """Tokens that a plain entry and a masked entry hold.
+def _chunks(problem: Problem, pieces: Pieces, border: int, uniform: bool) -> _Chunks:
+    """Of pieces the first ``border`` of which are plain.
 
     Plain entries are no shorter than masked ones: a growing tree would meet one more combination. And a leaf that grows
     on the device moves on from entry to entry, wherever its entries are: then it is one unit for all.
     """
+    tree, unit = problem.tree, problem.unit
+    if problem.horizon and not uniform:
+        unit = problem.unit_for(tree.first_slot, tree.kv_len)
+    start = tree.first_slot.take(pieces.node)
+    stop = start + pieces.end
+    start += pieces.begin
+    # A unit is a power of two: bits are shifted in a fraction of the time that divisions take.
+    shift = unit.bit_length() - 1
+    first, counts = start >> shift, stop + (unit - 1)
+    counts >>= shift
     if problem.horizon:
-        unit = problem.unit_for(problem.tree.first_slot, problem.tree.kv_len)
-        return unit, unit
-    tokens = pieces.end - pieces.begin
-    masked_unit = problem.unit_for(start[border:], tokens[border:])
-    if masked_unit > 1 and border < len(tokens):
-        return masked_unit, masked_unit
-    return problem.unit_for(start[:border], tokens[:border]), masked_unit
+        # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
+        first = np.where(pieces.reserve, ceil_div(start, unit), first)
+    counts -= first
+    units = unit, unit
+    if not (uniform or problem.horizon):
+        tokens = stop - start
+        # As in Problem.unit_for: where entries of a unit pad many, they hold a token.
+        masked_pads = unit * int(np.add.reduce(counts[border:])) > 2 * int(np.add.reduce(tokens[border:]))
+        if masked_pads or border == len(tokens):
+            plain_pads = unit * int(np.add.reduce(counts[:border])) > 2 * int(np.add.reduce(tokens[:border]))
+            units = 1 if plain_pads else unit, 1 if masked_pads else unit
+            ones = slice(0 if plain_pads else border, None)
+            if masked_pads or plain_pads:
+                first[ones], counts[ones] = start[ones], tokens[ones]
+    return _Chunks(start, stop, first, counts.astype(np.intp), units)
 
 
-def _repeats(pieces: Pieces, num_plain: int, num_tiles: int) -> np.ndarray | None:
+def _repeats(pieces: Pieces, count: np.ndarray, indptr: np.ndarray) -> np.ndarray | None:
     """bool [num_tiles]: tiles with the same plain pieces (the first ones) as the tile before; None if there are none.
 
     The row tiles of a segment all walk its top, and a thousand copies of a prompt's entries would be most of a plan.
+
+    Args:
+        pieces: those of all tiles.
+        count: [num_tiles] plain pieces of each.
+        indptr: where they begin.
     """
+    num_tiles, num_plain = len(count), int(indptr[len(count)])
     tile, node, begin, end = (column[:num_plain] for column in pieces[:4])
-    count = np.bincount(tile, minlength=num_tiles)
-    same = np.zeros(num_tiles, bool)
-    np.equal(count[1:], count[:-1], out=same[1:])
-    same &= count > 0
+    same = count > 0
+    same[0] = False
+    same[1:] &= count[1:] == count[:-1]
+    # Most tiles that differ do so in the last one.
+    last = node.take(indptr[1 : num_tiles + 1] - 1)
+    same[1:] &= last[1:] == last[:-1]
     if not any_of(same):
         return None
     # The piece at the same place in the tile before, if that has as many.
-    before = np.arange(num_plain) - count.take(tile - 1)
+    before = np.arange(num_plain)
+    before -= count.take(tile - 1)
     differs = node != node.take(before)
     differs |= begin != begin.take(before)
     differs |= end != end.take(before)
     differs |= pieces.reserve[:num_plain]
-    same &= np.bincount(tile, differs, num_tiles) == 0
+    same[tile[differs]] = False
     return same if any_of(same) else None
 
 
-def _expand(
-    problem: Problem,
-    pieces: Pieces,
-    num_plain: int,
-    start: np.ndarray,
-    units: tuple[int, int],
-    tiling: Tiling,
-    repeats: np.ndarray | None,
-) -> tuple[Entries, Entries]:
-    """Entries of the first ``num_plain`` pieces, but for tiles whose plain ones are repeated, and of the others.
+def _fields(
+    problem: Problem, pieces: Pieces, border: int, chunks: _Chunks, upto: np.ndarray, tiling: Tiling
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Word and position of all entries, low and high of the masked ones.
 
-    What does not change within a piece is worked out for the pieces, of which there are few, and then spread.
+    They are worked out for the first entry of each piece, as if it were full, and repeated; in each next one they are a
+    unit further on. Pieces are few. In between numbers may wrap around.
+
+    Args:
+        problem: gives where nodes lie.
+        pieces: the first ``border`` of them are plain.
+        border: see there.
+        chunks: what each piece touches.
+        upto: [pieces + 1] where the entries of each begin.
+        tiling: gives the tiles' halves.
     """
-    layout, node, num_tiles = problem.layout, pieces.node, tiling.num_blocks
-    before = start - pieces.begin  # slots before the node's first token
-    stop = before + pieces.end
-    unit: Any = units[0] if units[0] == units[1] else np.where(pieces.masked, units[1], units[0])
-    chunk0 = start // unit
+    layout, tree, node = problem.layout, problem.tree, pieces.node
+    start, stop, first, counts, units = chunks
+    nth, unit = np.arange(upto[-1], dtype=np.int32), units[0]  # slots from the first entry of all on
+    count: Any = unit
+    if units[0] == units[1]:
+        nth *= unit
+    else:
+        nth[: upto[border]] *= unit
+        nth[upto[border] :] *= units[1]
+        count = np.where(pieces.masked, units[1], unit).astype(np.int32)
+    begin = first * count
+    before = start - begin  # slots of the first entry that are not the piece's
+    behind = counts * count
+    behind += begin
+    behind -= stop  # ... of the last one
+    begin -= upto[:-1] * count
     if problem.horizon:
-        # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
-        chunk0 = np.where(pieces.reserve, ceil_div(start, unit), chunk0)
-    counts: np.ndarray = (ceil_div(stop, unit) - chunk0).astype(np.intp)  # as repeat would make them each time
-    if repeats is not None:
-        counts[:num_plain] *= ~repeats.take(pieces.tile[:num_plain])
-    upto = exclusive_cumsum(counts)
-    border = int(upto[num_plain])
-    chunk = np.arange(upto[-1], dtype=np.int32)
-    chunk += (chunk0 - upto[:-1]).repeat(counts)
-    none: np.ndarray = np.zeros(0, np.int32)
-    piece = none
-    if problem.horizon:
-        piece = np.arange(len(counts)).repeat(counts)
-        order = _with_reserves_last(pieces, piece, chunk)
-        piece, chunk = piece.take(order), chunk.take(order)
-
-    masked_counts = counts[num_plain:]
-
-    def spread(values: np.ndarray) -> np.ndarray:
-        return values.take(piece) if problem.horizon else values.repeat(counts)
-
-    def spread_masked(values: np.ndarray) -> np.ndarray:
-        return values.take(piece[border:]) if problem.horizon else values[num_plain:].repeat(masked_counts)
-
-    if units[0] != units[1]:
-        unit = spread(unit)
-    begin = chunk * unit
-    count = begin + unit
-    np.minimum(count, spread(stop), out=count)
-    np.maximum(begin, spread(start), out=begin)
-    count -= begin
-    if problem.horizon:
-        count[pieces.reserve.take(piece)] = 0
-    word = problem.slots(spread(problem.first_page.take(node)), begin)
-    word <<= lo.SLOT_SHIFT
-    word |= count
-    word[border:] |= spread_masked(_halves(problem, pieces, tiling))
-    position = spread(layout.position.take(node) - before)
+        count, behind = count * ~pieces.reserve, behind * ~pieces.reserve
+    position = (layout.position - tree.first_slot).take(node)
     position += begin
-    # Only masked entries say who sees them.
-    low, high = spread_masked(layout.row_begin.take(node)), spread_masked(layout.row_end.take(node))
+    position = position.repeat(counts)
+    position += nth
+    consecutive = tree.page_indices is None
+    if consecutive:
+        begin += (problem.first_page * problem.page_size).take(node)
+        begin <<= lo.SLOT_SHIFT
+        begin += count
+        begin[border:] += _halves(problem, pieces, border, tiling)
+        nth <<= lo.SLOT_SHIFT
+        word = begin.repeat(counts)
+        word += nth
+    else:
+        word = np.zeros(len(nth), np.int32)
+        word += count if isinstance(count, int) else count.repeat(counts)
+        word[upto[border] :] += _halves(problem, pieces, border, tiling).repeat(counts[border:])
+    # Where a piece begins or ends within an entry, its first or last one is shorter. Pieces that repeat have none.
+    if any_of(before):
+        which = (before * counts > 0).nonzero()[0]
+        at, slots = upto.take(which), before.take(which)
+        position[at] += slots
+        word[at] += (slots << lo.SLOT_SHIFT) - slots if consecutive else -slots
+    if any_of(behind):
+        which = (behind * counts > 0).nonzero()[0]
+        at = upto[1:].take(which)
+        at -= 1
+        word[at] -= behind.take(which)
+    if not consecutive:
+        place = (tree.first_slot - layout.position).take(node).repeat(counts)
+        place += position
+        slots = problem.slots(problem.first_page.take(node).repeat(counts), place)
+        slots <<= lo.SLOT_SHIFT
+        word += slots
+    node, counts = node[border:], counts[border:]
+    low, high = layout.row_begin.take(node).repeat(counts), layout.row_end.take(node).repeat(counts)
     if any_of(pieces.causal):
-        seen_from = spread_masked((layout.row_begin - layout.old_len).take(node) - before) + begin[border:]
-        low = np.where(spread_masked(pieces.causal), ~seen_from, low)
-    tile, node, chunk = (pieces.tile.take(piece), node.take(piece), chunk) if problem.horizon else (none, none, none)
-
-    # Of the plain entries of each tile, then of the masked ones.
-    lists = pieces.tile + num_tiles * pieces.masked
-    held = real = np.bincount(lists, counts, 2 * num_tiles).astype(np.int32)
-    if problem.horizon:
-        real = np.bincount(lists, counts * ~pieces.reserve, 2 * num_tiles).astype(np.int32)
-    begins = exclusive_cumsum(held)
-    plain = Entries(
-        word[:border],
-        position[:border],
-        none,
-        none,
-        begins[:num_tiles],
-        real[:num_tiles],
-        tile[:border],
-        node[:border],
-        chunk[:border],
-    )
-    masked = Entries(
-        word[border:],
-        position[border:],
-        low,
-        high,
-        begins[num_tiles:-1] - border,
-        real[num_tiles:],
-        tile[border:],
-        node[border:],
-        chunk[border:],
-    )
-    return plain, masked
+        causal = pieces.causal[border:].repeat(counts).nonzero()[0]
+        seen_from = (layout.row_begin - layout.old_len - layout.position).take(node).repeat(counts).take(causal)
+        low[causal] = ~(seen_from + position[upto[border] :].take(causal))
+    return word, position, low, high
 
 
-def _halves(problem: Problem, pieces: Pieces, tiling: Tiling) -> np.ndarray:
-    """Bits of the halves of their tiles that may see the tokens of pieces."""
+def _halves(problem: Problem, pieces: Pieces, border: int, tiling: Tiling) -> np.ndarray:
+    """Bits of the halves of their tiles that may see the tokens of the masked pieces."""
     ends, begins = zip(*(tile.halves(problem.heads.group) for tile in tiling.tiles))
-    kind, row = tiling.tile, tiling.row_begin
+    kind, row, tile, node = tiling.tile, tiling.row_begin, pieces.tile[border:], pieces.node[border:]
     first_end, second_begin = row + np.array(ends, np.int32).take(kind), row + np.array(begins, np.int32).take(kind)
-    first = problem.layout.row_begin.take(pieces.node) < first_end.take(pieces.tile)
-    second = problem.layout.row_end.take(pieces.node) > second_begin.take(pieces.tile)
+    first = problem.layout.row_begin.take(node) < first_end.take(tile)
+    second = problem.layout.row_end.take(node) > second_begin.take(tile)
     return (first + 2 * second).astype(np.int32) << lo.HALVES_SHIFT
 
 

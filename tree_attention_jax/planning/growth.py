@@ -27,8 +27,6 @@ def growth_records(
     problem: Problem, items: Items, launches: tuple[lo.Launch, ...], plain_at: int, masked_at: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """int32 [leaves, GROW_SIZE] records (``ENTRIES`` counted from the lists' begin), and the lists."""
-    if not problem.horizon:
-        return np.zeros((0, GROW_SIZE), np.int32), np.zeros(0, np.int32)
     tree = problem.tree
     leaves = np.flatnonzero(tree.is_leaf() & (tree.q_len == 1))
     leaf_of_node = np.full(tree.num_nodes, -1, np.int32)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pallas_kernels.mosaic_geometry import PART
-from tree_attention_jax._arrays import any_of, ceil_div, exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import any_of, exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
@@ -28,15 +28,24 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
         turns = turns & (np.array(halves) > 0).take(tiling.tile).take(pieces.tile)
     which = turns.nonzero()[0]
     tile, node = pieces.tile.take(which), pieces.node.take(which)
-    middle = tiling.row_begin + np.array(halves, np.int32).take(tiling.tile)
-    middle = middle.take(tile)
+    middle = (tiling.row_begin + np.array(halves, np.int32).take(tiling.tile)).take(tile)
     second = problem.layout.row_begin.take(node) >= middle
-    only_one = second | (problem.layout.row_end.take(node) <= middle)
+    only_one = problem.layout.row_end.take(node) <= middle
+    only_one |= second
     # Three lists of entries a tile: of both halves, of the first, of the second. Where in its list a piece begins:
+    bits = unit.bit_length() - 1  # bits are shifted in a fraction of the time that divisions take
     first_slot = problem.tree.first_slot.take(node)
-    first_entry = (first_slot + pieces.begin.take(which)) // unit
-    entries = ceil_div(first_slot + pieces.end.take(which), unit) - first_entry
-    whose = 3 * tile + only_one + second
+    first_entry = pieces.begin.take(which)
+    first_entry += first_slot
+    first_entry >>= bits
+    entries = pieces.end.take(which)
+    entries += first_slot
+    entries += unit - 1
+    entries >>= bits
+    entries -= first_entry
+    whose = 3 * tile
+    whose += only_one
+    whose += second
     order = whose.argsort(kind="stable")
     before = exclusive_cumsum(entries.take(order))
     begins = before.take(exclusive_cumsum(np.bincount(whose, minlength=3 * tiling.num_blocks)))
@@ -45,19 +54,24 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
     of_both = begins[1::3] - begins[:-1:3]
     shift = -begins[:-1]
     shift[1::3] += of_both
-    shift[2::3] += ceil_div(of_both, size) * size
+    of_both += size - 1
+    of_both &= -size
+    shift[2::3] += of_both
     place = np.empty_like(entries)
     place[order] = before[:-1]
     place += shift.take(whose)
     # Pieces are cut where parts end.
-    part = place // size
-    last = (place + entries - 1) // size
+    bits = size.bit_length() - 1
+    part, last = place >> bits, place + entries
+    last -= 1
+    last >>= bits
     cut = any_of(last != part)
     if cut:
         owner, nth = ragged_places(last - part + 1)
         which, tile, second, part = which.take(owner), tile.take(owner), second.take(owner), part.take(owner) + nth
     key = tile << 32
-    key += 2 * part
+    key += part
+    key += part
     key += second
     order = key.argsort(kind="stable")
     others = (~turns).nonzero()[0]

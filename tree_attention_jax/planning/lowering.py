@@ -15,6 +15,7 @@ from tree_attention_jax.planning.entries import Entries, make_entries
 from tree_attention_jax.planning.interleaving import take_turns
 from tree_attention_jax.planning.pieces import cut_into_pieces
 from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.tiles import loaded_at_once
 from tree_attention_jax.planning.tiling import Tiling
 
 
@@ -83,16 +84,18 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
     plain_begin, masked_begin = plain.begin.take(tile), masked.begin.take(tile)
     plain_count, masked_count = plain.real.take(tile), masked.real.take(tile)
     if len(tile) > len(total):  # some tile is split
-        begin, end, border = begin.take(order), end.take(order), plain_slots.take(tile)
-        # An entry goes to the piece that it ends in: two pieces that meet round alike.
-        begins, ends = np.minimum(begin, border) // units[0], np.minimum(end, border) // units[0]
-        plain_begin, plain_count = plain_begin + begins, ends - begins
-        begins, ends = np.maximum(begin - border, 0) // units[1], np.maximum(end - border, 0) // units[1]
+        border = plain_slots.take(tile)
+        slots = np.array([begin.take(order), end.take(order)])  # where pieces begin and end
+        # An entry goes to the piece that it ends in: two pieces that meet round alike. Units are powers of two.
+        of_plain = np.minimum(slots, border)
+        slots -= of_plain
+        of_plain >>= units[0].bit_length() - 1
+        slots >>= units[1].bit_length() - 1
         if any(t.mosaic for t in tiling.tiles):  # halves of a tile take turns part by part: no piece begins within one
             size = np.array([PART // units[1] if t.mosaic else 1 for t in tiling.tiles]).take(tiling.tile.take(tile))
-            begins -= begins % size
-            ends -= ends % size * (ends < masked_count)
-        masked_begin, masked_count = masked_begin + begins, ends - begins
+            slots = np.where(slots < masked_count, slots & -size, slots)
+        plain_begin, plain_count = plain_begin + of_plain[0], of_plain[1] - of_plain[0]
+        masked_begin, masked_count = masked_begin + slots[0], slots[1] - slots[0]
     can_mask = (np.bincount(tiling.tile, masked.real, len(tiling.tiles)) > 0) | tiling.uniform
     return Items(
         launch=launch.take(order),
@@ -113,15 +116,20 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
 def _split(tiling: Tiling, total: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``(tile, begin, end)`` of items: tiles with so many token slots, those that exceed their limit in pieces."""
     limit = tiling.max_tokens
-    long = (limit > 0) & (total > limit)
+    long = total > limit
+    long &= limit > 0
     if not any_of(long):
         return np.arange(len(total)), np.zeros(len(total), np.int32), total
-    step = np.array([t.block_kv for t in tiling.tiles], np.int32).take(tiling.tile)
+    step = np.array([loaded_at_once(t) for t in tiling.tiles], np.int32).take(tiling.tile)
     size = ceil_div(total, np.where(long, ceil_div(total, np.maximum(limit, 1)), 1))
-    size = np.maximum(ceil_div(size, step), 1) * step
+    size += step - 1
+    size &= -step  # steps are powers of two
+    np.maximum(size, step, out=size)
     tile, nth = ragged_places(np.maximum(ceil_div(total, size), 1))
-    begin = nth * size[tile]
-    return tile, begin, np.minimum(begin + size[tile], total[tile])
+    size = size.take(tile)
+    begin = nth * size
+    size += begin
+    return tile, begin, np.minimum(size, total.take(tile))
 
 
 @functools.lru_cache(maxsize=256)

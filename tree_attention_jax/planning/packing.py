@@ -55,11 +55,13 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         if not launches or not few:
             launches = _launches(problem, items, launch_counts.tolist(), buckets if few else capacity, few)
         places = _places(items, capacity, launches)
-        growing, grow_lists = growth_records(problem, items, places.launches, places.plain, places.masked)
-        growing_at = places.lists + len(reduce_list)
-        grow_lists_at = growing_at + growing.size
-        growing[:, ENTRIES] += grow_lists_at
-        enough = buckets.level_for(buffer=grow_lists_at + len(grow_lists))
+        growing_at = end = places.lists + len(reduce_list)
+        if problem.horizon:
+            growing, grow_lists = growth_records(problem, items, places.launches, places.plain, places.masked)
+            grow_lists_at = growing_at + growing.size
+            growing[:, ENTRIES] += grow_lists_at
+            end = grow_lists_at + len(grow_lists)
+        enough = buckets.level_for(buffer=end)
         if enough <= level:
             break
         level += 1
@@ -70,16 +72,17 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     buffer = np.zeros(size, np.int32)
     buffer[: len(launch_counts)] = launch_counts
     buffer[lo.NUM_QUERIES] = num_rows
-    buffer[lo.NUM_GROWING] = len(growing)
     buffer[lo.GROWING_BEGIN] = growing_at
     _write_items(buffer, items, places, launch_counts, partial, problem.layout.row_query)
     buffer[places.rows : places.rows + num_rows] = problem.layout.row_query
     buffer[places.rows + num_rows : places.positions] = np.arange(num_rows, row_capacity)
     buffer[places.positions : places.positions + num_rows] = problem.layout.query_position
-    buffer[places.slots : places.reduce] = -1
     buffer[places.slots : places.slots + num_rows] = _new_token_slots(problem)
-    buffer[places.reduce : places.reduce + num_rows + 1] = reduce_ptr + places.lists
-    buffer[places.reduce + num_rows + 1 : places.plain] = reduce_ptr[-1] + places.lists
+    buffer[places.slots + num_rows : places.reduce] = -1
+    buffer[places.reduce : places.plain] = places.lists + len(reduce_list)
+    if num_partials:
+        buffer[places.reduce : places.reduce + num_rows] = reduce_ptr[:-1] + places.lists
+        buffer[places.lists : growing_at] = reduce_list
     plain, masked = items.plain, items.masked
     table = buffer[places.plain : places.masked].reshape(-1, lo.PLAIN_SIZE)
     for field, column in enumerate((plain.word, plain.position)):
@@ -87,9 +90,10 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
     table = buffer[places.masked : places.lists].reshape(-1, lo.MASKED_SIZE)
     for field, column in enumerate((masked.word, masked.position, masked.low, masked.high)):
         table[:, field] = column
-    buffer[places.lists : growing_at] = reduce_list
-    buffer[growing_at:grow_lists_at] = growing.ravel()
-    buffer[grow_lists_at : grow_lists_at + len(grow_lists)] = grow_lists
+    if problem.horizon:
+        buffer[lo.NUM_GROWING] = len(growing)
+        buffer[growing_at:grow_lists_at] = growing.ravel()
+        buffer[grow_lists_at:end] = grow_lists
     partial_rows = capacity.partials if num_partials else 0
     assert partial_rows is not None
     shape = lo.WorkShape(

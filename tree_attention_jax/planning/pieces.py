@@ -28,7 +28,8 @@ class Pieces(NamedTuple):
 
     def take(self, which: np.ndarray) -> Pieces:
         tile, node, begin, end, masked, causal, reserve = self
-        taken = causal.take(which)
+        # Both are the same where no piece is either.
+        taken = np.zeros(len(which), bool) if reserve is causal else causal.take(which)
         return Pieces(
             tile.take(which),
             node.take(which),
@@ -36,7 +37,7 @@ class Pieces(NamedTuple):
             end.take(which),
             masked.take(which),
             taken,
-            taken if reserve is causal else reserve.take(which),  # both are the same where no piece is either
+            taken if reserve is causal else reserve.take(which),
         )
 
     @staticmethod

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pallas_kernels.layout import MAX_UNIT
+from tree_attention_jax._arrays import any_of
 from tree_attention_jax._layout import Layout
 from tree_attention_jax.planning.profile import GpuProfile
 from tree_attention_jax.topology import TokenTree
@@ -91,9 +92,8 @@ class Problem:
         if total >= 2 * unit * len(tokens):
             return unit  # long runs: however they begin, their ends pad less than they hold
         # Powers of two: bits are picked and shifted in a fraction of the time that divisions take.
-        slots = begin & (unit - 1)
-        slots += tokens
-        slots += unit - 1
+        slots = tokens + (unit - 1)
+        if any_of(begin):
+            slots += (begin & (unit - 1)) * (tokens > 0)
         slots >>= unit.bit_length() - 1
-        slots *= tokens > 0
         return unit if unit * int(np.add.reduce(slots)) <= 2 * total else 1

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.layout import TileClass
-from pallas_kernels.mosaic_geometry import NEEDS_JAX, PAIR_WIDTH, SMALLEST_COPY, WIDTHS
+from pallas_kernels.mosaic_geometry import NEEDS_JAX, PAIR_WIDTH, SMALLEST_COPY, STEP, WIDTHS
 from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import TileCost
 
@@ -32,6 +32,11 @@ MAX_REGISTERS = 255
 OTHER_REGISTERS = 176
 # Bytes of float32 accumulator a thread can hold before it spills.
 MAX_ACCUMULATOR_BYTES = 512
+
+
+def loaded_at_once(tile: TileClass) -> int:
+    """Tokens that a program loads at once: a split item has whole multiples of it, but for its end."""
+    return STEP if tile.mosaic else tile.block_kv
 
 
 def tile_class(rows: int, block_kv: int, warps: int, stages: int, unit: int, mosaic: bool = False) -> TileClass:

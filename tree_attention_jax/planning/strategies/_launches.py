@@ -13,17 +13,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import all_of, any_of
-from tree_attention_jax.planning.cost import LaunchCosts, launch_time, least_time
+from tree_attention_jax._arrays import any_of
+from tree_attention_jax.planning.cost import NUMBERS, LaunchCosts, ShapeTable, launch_time, least_time
 from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.profile import GpuProfile
 
 MIN_TOKENS = 64
 # A launch whose longest item takes no more than this share of it is not worth splitting.
 SHORT_TAIL = 0.2
 # Of more launches at once, one or the other gains by splitting nearly always; so do those that write partials anyhow.
-FEW = 4
-# In launches that take so many times as much as one more, SMs that have one program more than others cost as much.
-LONG = 100
+FEW = 16
+# If more than this share of launches, one of which is to be chosen, may gain, then one that counts may.
+MOST_MAY_GAIN = 0.25
 # What is larger by less than this may be as large.
 ROUNDING = 1 + 1e-6
 
@@ -38,54 +39,59 @@ class Blocks(NamedTuple):
     rows: np.ndarray
 
 
+class Launches(NamedTuple):
+    """[L] each."""
+
+    launch: np.ndarray  # shape * 2 + masked
+    masked: np.ndarray  # share of the steps that are masked,
+    one_sided: np.ndarray  # ... and of one half of a tile alone
+    memory: np.ndarray  # time to read the launch's K/V once
+    reduced: np.ndarray  # the rows have other partials, so that a split makes no final result partial
+
+
 def price(
-    problem: Problem, costs: LaunchCosts, blocks: Blocks, memory: np.ndarray, reduced: np.ndarray
+    problem: Problem, shapes: ShapeTable, launches: Launches, blocks: Blocks, hopeless: float = np.inf
 ) -> tuple[np.ndarray, np.ndarray]:
     """Launches with items of different lengths.
 
     Args:
         problem: gives heads and rates.
-        costs: of each launch, [L].
+        shapes: gives costs.
+        launches: all that there are.
         blocks: of all launches.
-        memory: [L] time to read the launch's K/V once.
-        reduced: [L] the rows have other partials, so that a split makes no final result partial.
+        hopeless: launches that take more than so many times as long as the fastest one may be given any time that is
+            longer still.
 
     Returns:
         [lengths, L] microseconds, with the partials that splitting adds, without end where a limit makes no sense, and
         [lengths] tokens that an item may have at most; 0: none is split. The first is 0; no others if none can be best.
     """
-    profile, first = problem.profile, blocks.first
-    longest, block_kv = blocks.tokens, costs.block_kv
-    single = len(longest) == len(first)  # each launch has one group
-    if not single:
-        longest, block_kv = np.maximum.reduceat(longest, first), block_kv.take(blocks.launch)
-    steps = np.ceil(blocks.tokens / block_kv)
+    profile, first, reduced = problem.profile, blocks.first, launches.reduced
+    longest, block_kv = blocks.tokens, shapes.block_kv.take(launches.launch >> 1)
+    steps = np.ceil(longest / (block_kv if len(longest) == len(first) else block_kv.take(blocks.launch)))
     steps *= blocks.tiles
-    if not single:
-        steps = np.add.reduceat(steps, first)
-    length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
+    items = blocks.tiles
+    if len(longest) > len(first):  # some launch has several groups
+        longest, steps = np.maximum.reduceat(longest, first), np.add.reduceat(steps, first)
+        items = np.add.reduceat(items, first)
     if len(first) <= FEW and not any_of(reduced):
-        # With shorter items launches take as much all the same, and one more for the partials.
-        items = blocks.tiles if single else np.add.reduceat(blocks.tiles, first)
-        least = least_time(profile, costs, steps, items, memory)
-        least += profile.launch_us
-        most = np.ceil(longest / costs.block_kv)
-        may_gain = most * costs.latency_us > least
-        may_gain |= least > LONG * profile.launch_us
-        if not any_of(may_gain):
-            time = launch_time(profile, costs, steps, items, most, memory)
-            if all_of(least > ROUNDING * time):
-                return time[None], limits[:1]
+        whole = _whole(profile, shapes, launches, (steps, items, np.ceil(longest / block_kv)), hopeless)
+        if whole is not None:
+            return np.array([whole]), np.zeros(1, np.int32)
+    length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
     items, written = _splits(blocks, length, reduced)
     # All repeated for each length: NumPy takes three times as long for short arrays that it has to broadcast.
-    of_launches = np.array([*costs, steps, memory, longest])[:, None]
-    *of_each, steps, memory, longest = of_launches.repeat(len(length), axis=1)
+    rows = shapes.launch_rows(launches.launch, launches.masked, launches.one_sided)
+    rows[9], rows[10], rows[11] = steps, launches.memory, longest
+    *of_each, steps, memory, longest = rows[:12, None].repeat(len(length), axis=1)
     costs = LaunchCosts(*of_each)
     tokens = np.minimum(length, longest)  # of the longest item
     most = np.ceil(tokens / costs.block_kv)
     time = launch_time(profile, costs, steps, items, most, memory)
     senseless = tokens < costs.block_kv
     senseless |= tokens >= longest
+    # A piece that ends within what is loaded at once takes as long as a larger one.
+    senseless |= limits[:, None] % shapes.at_once.take(launches.launch >> 1) > 0
     senseless |= most[0] * costs.latency_us[0] <= SHORT_TAIL * time[0]
     written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
     time += written
@@ -93,6 +99,40 @@ def price(
     split += profile.launch_us * ~reduced
     np.copyto(split, np.inf, where=senseless[1:])
     return time, limits
+
+
+def _whole(
+    profile: GpuProfile, shapes: ShapeTable, launches: Launches, load: tuple[np.ndarray, ...], hopeless: float
+) -> list[float] | None:
+    """Times of a few launches if items are not split; None if one or the other may gain by that.
+
+    With shorter items launches take at least :func:`.least_time`, and one launch more for the partials. ``load``: steps
+    and items of each launch, steps of the longest item.
+    """
+    columns = (launches.launch, launches.masked, launches.one_sided, launches.memory, *load)
+    rows = zip(*[column.tolist() for column in columns])
+    most = MOST_MAY_GAIN * len(launches.launch) if hopeless < np.inf else 0
+    bounds, gaining = [], 0
+    for index, (launch, masked, one_sided, memory, steps, items, longest) in enumerate(rows):
+        costs = shapes.launch(launch, masked, one_sided)
+        least = least_time(profile, costs, steps, items, memory)
+        gaining += longest * costs.latency_us > least + profile.launch_us  # and it takes longer than that
+        if gaining > most:
+            return None
+        bounds.append((least, index, (profile, costs, steps, items, longest, memory, NUMBERS)))
+    bounds.sort()
+    times, best, may_gain = [np.inf] * len(bounds), np.inf, []
+    for least, index, arguments in bounds:
+        if least > hopeless * ROUNDING * best:
+            break  # so are the others
+        times[index] = time = launch_time(*arguments)
+        best = min(best, time)
+        split = least + profile.launch_us
+        if split <= ROUNDING * time:
+            may_gain.append(min(split, time))
+            if len(may_gain) > most:
+                return None
+    return times if all(time > hopeless * ROUNDING * best for time in may_gain) else None
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,6 +11,9 @@ import numpy as np
 from tree_attention_jax._arrays import all_of, exclusive_cumsum
 from tree_attention_jax.planning.problem import Problem
 
+# Many tiles' places among few are found by counting all of them, up to so many times as many as the tiles.
+COUNTED = 8
+
 
 class Tiles(NamedTuple):
     """Row tiles of segments."""
@@ -149,14 +152,6 @@ class Levels:
         child, end = self.bounds[1]
         return child * (end - child == 1)
 
-    def sum_down(self, prefix: np.ndarray) -> np.ndarray:
-        """[spans * I, 2]: for each k, sums of two values over an inner node and what is down to k levels below it."""
-        ends = prefix.take(self.bounds[:-1], axis=0)
-        sums = ends[:, 1] - ends[:, 0]
-        for k in range(1, len(sums)):  # faster than to accumulate along the first axis
-            sums[k] += sums[k - 1]
-        return sums.reshape(-1, 2)
-
     def nodes_of_tiles(self, tiles: Tiles, top: np.ndarray, below: np.ndarray, span: np.ndarray) -> Seen:
         """Which nodes tiles walk, ``below .. span`` levels below the tops of their segments: these three of each."""
         row0, row1, owner = tiles
@@ -172,7 +167,12 @@ class Levels:
         low = np.arange(0, int(indptr[-1]) * stride, stride)
         low += at.repeat(pairs)
         high = low + (row1 - row0).repeat(pairs)
-        first, last = end.searchsorted(low, "right"), begin.searchsorted(high)
+        size = self.depth * stride
+        if size < COUNTED * len(low):
+            first = np.add.accumulate(np.bincount(end, minlength=size)).take(low)
+            last = np.add.accumulate(np.bincount(begin, minlength=size)).take(high - 1)
+        else:
+            first, last = end.searchsorted(low, "right"), begin.searchsorted(high)
         # None of the three is so if all rows of the tile see its only node.
         partly = last - first > 1
         partly |= begin.take(first, mode="clip") > low

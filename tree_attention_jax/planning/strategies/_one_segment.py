@@ -15,6 +15,8 @@ segment, for every k, then the programme would choose that one.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from tree_attention_jax.planning.cost import OVERLAP, ShapeTable
@@ -42,7 +44,8 @@ def one_segment(
         return None
     if nodes.tokens[1] > LONG_ROOT * nodes.sums[-1]:
         return None
-    if int(np.add.reduce(levels.rows.take(levels.leaf))) != problem.layout.num_rows:
+    num_rows = problem.layout.num_rows
+    if len(levels.leaf) < num_rows and int(np.add.reduce(levels.rows.take(levels.leaf))) < num_rows:
         return None
     of_nodes = np.empty((4, levels.num_nodes))
     of_nodes[0], of_nodes[1], of_nodes[2] = nodes.tokens, nodes.extra, levels.rows
@@ -70,15 +73,11 @@ def _segments_from_root(levels: Levels, nodes: NodeTokens, total: np.ndarray, ex
     ``total`` and ``extra`` are sums over all levels down to each, the virtual root's included.
     """
     count, below = levels.depth + 1, levels.depth - 1
-    ends = np.arange(1, count + 1)  # the deepest level of each
-    ends[below:] = 1, levels.depth - 1
+    top, span, ends = _tops_and_spans(levels.depth)
     exact = np.empty((4, count), np.float32)
     exact[0] = levels.rows[1]
     exact[1], exact[2] = total.take(ends), extra.take(ends)
     exact[3] = levels.tokens[1]
-    top, span = np.ones(count, np.intp), ends.copy()
-    top[below:] = 0
-    span[:below] -= 1
     return SegmentTable(
         levels=levels,
         top=top,
@@ -90,7 +89,19 @@ def _segments_from_root(levels: Levels, nodes: NodeTokens, total: np.ndarray, ex
         sums=Sums(exact[0], exact[1], exact[2], nodes.tokens[1:2].repeat(count)),
         exact=exact,
         token_sums=nodes.sums,
+        partial_rows=span[:0],
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _tops_and_spans(depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of those segments in a tree of so many levels: the top, the levels below it, and the deepest level."""
+    deepest = np.array([*range(1, depth), 1, depth - 1])
+    top = np.array([1] * (depth - 1) + [0, 0])
+    span = deepest - top
+    for array in (top, span, deepest):
+        array.setflags(write=False)
+    return top, span, deepest
 
 
 def _least_work(shapes: ShapeTable, levels: Levels, nodes: NodeTokens) -> np.ndarray:

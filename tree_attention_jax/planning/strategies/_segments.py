@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import ragged_places
 from tree_attention_jax.planning.cost import MASKED_SHARE, OVERLAP, ShapeTable
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._levels import Levels
@@ -57,8 +57,11 @@ def one_sided(rows: np.ndarray, queries: Any, tiles: np.ndarray) -> np.ndarray:
     As if each row saw as much, and no other row of the other half did: then the busier half is the one with more rows.
     """
     half, full = queries / 2, tiles - 1
-    busier = full * half + np.minimum(rows - full * queries, half)
-    busier *= 2 / np.maximum(rows, 1)
+    others = full * half
+    full *= queries
+    busier = np.minimum(rows - full, half)
+    busier += others
+    busier *= 2 / rows
     busier -= 1
     return busier
 
@@ -75,7 +78,7 @@ class NodeTokens(NamedTuple):
     def of(levels: Levels, unit: int) -> NodeTokens:
         slots = -levels.tokens  # idle ones, of each node's last entry
         slots &= unit - 1
-        slots *= levels.tokens >= slots  # short runs will get entries of one token (:func:`.entries._units`)
+        slots *= levels.tokens >= slots  # short runs will get entries of one token (:func:`.entries._chunks`)
         slots += levels.tokens
         tokens, rows = slots.astype(np.float32), levels.rows.astype(np.float32)
         extra = rows - 1
@@ -95,51 +98,69 @@ class SegmentTable(NamedTuple):
     levels: Levels
     top: np.ndarray  # [F] node, in level order
     span: np.ndarray  # [F] levels below the top
-    pairs: np.ndarray  # of the (span, inner node) pairs that are listed, their places among all pairs
+    pairs: np.ndarray  # of the (state, span, inner node) triples that are listed, their places among all of them
     first: np.ndarray  # [spans + 1] where each span begins among those listed
     num_alone: int  # the first so many are one node each, with its own tokens: leaves, and span 0 from each inner node
     first_below: int  # the first segment without its top's own tokens
     sums: Sums
     exact: np.ndarray  # [4, F] the same, but with own tokens that are not rounded up to entries
     token_sums: np.ndarray  # [N + 1] prefix sums of the nodes' tokens, with the idle ones of their entries
+    partial_rows: np.ndarray  # [F] rows that write a partial if the programme chooses the segment: none if it is final
 
     @staticmethod
     def of(levels: Levels, nodes: NodeTokens) -> SegmentTable:
-        inner, leaf, spans = levels.inner, levels.leaf, levels.spans
+        inner, leaf, spans, bounds = levels.inner, levels.leaf, levels.spans, levels.bounds
         # Inner nodes are in order of their levels: those that have so many levels below them are the first ones.
-        first = np.zeros(spans + 1, np.intp)
-        np.add.accumulate(levels.inner_begin[levels.depth : levels.depth - spans : -1], out=first[1:])
-        span, place = ragged_places(first[1:] - first[:-1])
-        pairs = span * len(inner)
-        pairs += place
+        counts = levels.inner_begin[levels.depth : levels.depth - spans : -1]
+        starts = [0, *itertools.accumulate(counts)]
+        span, first = np.arange(spans).repeat(counts), np.array(starts)
+        place = np.arange(starts[-1])
+        place -= first.take(span)
         listed = inner.take(place)
         top = np.concatenate([leaf, listed, listed])
-        values = np.empty((levels.num_nodes, 2), np.float32)
-        values[:, 0], values[:, 1] = nodes.tokens, nodes.extra
-        sums = np.zeros((levels.num_nodes + 1, 2))
-        sums[:, 0], sums[1:, 1] = nodes.sums, nodes.extra
-        np.add.accumulate(sums[:, 1], out=sums[:, 1])
-        listed_sums = levels.sum_down(sums).take(pairs, axis=0).astype(np.float32)
+        num_leaves, below = len(leaf), len(leaf) + len(listed)
+
+        # Sums over each node and what is down to so many levels below it: of tokens, and of the extra ones.
+        prefix = np.zeros((levels.num_nodes + 1, 2))
+        prefix[:, 0], prefix[1:, 1] = nodes.sums, nodes.extra
+        np.add.accumulate(prefix[:, 1], out=prefix[:, 1])
+        begin, end = prefix.take(np.concatenate([bounds[k, :, :n] for k, n in enumerate(counts)], axis=1), axis=0)
+        end -= begin
+        for k in range(1, spans):
+            end[starts[k] : starts[k + 1]] += end[starts[k - 1] : starts[k - 1] + counts[k]]
+        sums = end.astype(np.float32)
         exact = np.empty((4, len(top)), np.float32)
         exact[0] = nodes.rows.take(top)
+        exact[1, :num_leaves], exact[2, :num_leaves] = nodes.tokens.take(leaf), nodes.extra.take(leaf)
         total = exact[1:3].T
-        total[: len(leaf)] = values.take(leaf, axis=0)
-        total[len(leaf) : -len(pairs)] = listed_sums
-        np.subtract(listed_sums, listed_sums.take(place, axis=0), out=total[-len(pairs) :])
+        total[num_leaves:below] = sums
+        np.subtract(sums, sums.take(place, axis=0), out=total[below:])
         whole = top.copy()  # the node that all rows of the segment see whole; the virtual root stands for none
-        whole[-len(pairs) :] = levels.only_child().take(place)
+        whole[below:] = levels.only_child().take(place)
         exact[3] = levels.tokens.take(whole)
+
+        # Segments that reach from a root, or from the virtual root, to the deepest leaf below write final results.
+        partial_rows, roots = levels.rows.take(top), levels.inner_begin[2]
+        partial_rows[: levels.begin[2] - roots] = 0  # leaves that are roots
+        ends = bounds[1 : levels.depth, :, 1:roots]  # of a root, spans that reach beyond its leaves are listed as well
+        at, root = (ends[:, 0] == ends[:, 1]).nonzero()
+        partial_rows[first.take(at) + root + (num_leaves + 1)] = 0
+        if levels.depth <= spans:
+            partial_rows[-1] = 0
+        pairs = span * len(inner)
+        pairs += place
         return SegmentTable(
             levels=levels,
             top=top,
-            span=np.concatenate([np.zeros(len(leaf), np.intp), span, span]),
-            pairs=pairs,
+            span=np.concatenate([np.zeros(num_leaves, np.intp), span, span]),
+            pairs=np.concatenate([pairs, pairs + spans * len(inner)]),
             first=first,
             num_alone=levels.num_nodes,
-            first_below=len(top) - len(pairs),
+            first_below=below,
             sums=Sums(rows=exact[0], total=exact[1], extra=exact[2], own=nodes.tokens.take(whole)),
             exact=exact,
             token_sums=nodes.sums,
+            partial_rows=partial_rows,
         )
 
     def below(self, place: np.ndarray) -> np.ndarray:
@@ -152,16 +173,15 @@ class SegmentTable(NamedTuple):
 
     def place(self, state: int, span: Any, inner: Any) -> Any:
         """Of inner nodes' segments in the table, by the node's place among the inner nodes."""
-        return len(self.levels.leaf) + state * len(self.pairs) + self.first.take(span) + inner
+        return len(self.levels.leaf) + state * (len(self.pairs) // 2) + self.first.take(span) + inner
 
-    def by_node(self, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Times of all segments as [2, spans, I], without end for pairs that are not listed, and [leaves]."""
-        levels, num_leaves = self.levels, len(self.levels.leaf)
-        inner = np.empty((2, levels.spans * len(levels.inner)))
-        inner.fill(np.inf)
-        inner[FROM][self.pairs] = time[num_leaves : -len(self.pairs)]
-        inner[BELOW][self.pairs] = time[-len(self.pairs) :]
-        return inner.reshape(2, levels.spans, -1), time[:num_leaves]
+    def by_node(self, cost: np.ndarray) -> np.ndarray:
+        """Costs [F, C] of inner nodes' segments as [2, spans, I, C], without end for those that are not listed."""
+        levels, count = self.levels, cost.shape[1]
+        options = np.empty((2 * levels.spans * len(levels.inner), count))
+        options.fill(np.inf)
+        options[self.pairs] = cost[len(levels.leaf) :]
+        return options.reshape(2, levels.spans, -1, count)
 
     def pick(self, place: np.ndarray) -> Sums:
         """Sums of chosen segments."""

@@ -39,10 +39,10 @@ from tree_attention_jax._arrays import any_of, exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
-from tree_attention_jax.planning.strategies._launches import Blocks, price, spread, starts
+from tree_attention_jax.planning.strategies._launches import Blocks, Launches, price, spread, starts
 from tree_attention_jax.planning.strategies._levels import Levels, Tiles
 from tree_attention_jax.planning.strategies._one_segment import one_segment
-from tree_attention_jax.planning.strategies._segmentation import cheapest
+from tree_attention_jax.planning.strategies._segmentation import cheapest, options_of
 from tree_attention_jax.planning.strategies._segments import (
     NodeTokens,
     SegmentTable,
@@ -71,9 +71,14 @@ FEW_SLOTS = 1024
 # The programme takes the SMs to be busy. A few rows of a single KV head leave most of them idle, and more segments,
 # each a partial, would be more programs: so such trees have more candidates, for which partials cost so much less.
 FEW_ROWS, CHEAP = 256, 0.15
+# Of so few nodes, all that the programme may be asked for takes about as long as a part of it.
+FEW_NODES = 128
+# ... and of so many, one shape at a time needs less memory.
+MANY_NODES = 4096
 # What halves of tiles see is the roughest of the estimates. Where one half works on more than this share of a launch
-# alone, the best tiling without such tiles is looked for, too.
-LOPSIDED = 0.05
+# alone, the best tiling without such tiles is looked for, too, and taken if it is not slower by more than so much of
+# that share.
+LOPSIDED, ROUGH = 0.05, 0.25
 # Levels a segment may span. Deeper joins never paid in the trees we measured.
 MAX_SPAN = 10
 
@@ -82,7 +87,7 @@ def auto(problem: Problem) -> Tiling:
     tiling, us, alone = _auto(problem)
     if alone > LOPSIDED and not all(tile.mosaic for tile in problem.profile.tiles):
         other, other_us, _ = _auto(replace(problem, mosaic=False))
-        if other_us < us:
+        if other_us < us * (1 + ROUGH * alone):
             return other
     return tiling
 
@@ -126,37 +131,48 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     rows also the optimum where partials are cheap."""
     nodes = NodeTokens.of(levels, problem.unit)
     few = problem.heads.num_kv_heads == 1 and problem.layout.num_rows <= FEW_ROWS
-    whole = one_segment(problem, shapes, levels, nodes, CHEAP if few else 1.0)
+    prices = [1.0, CHEAP] if few else [1.0]
+    whole, small = one_segment(problem, shapes, levels, nodes, prices[-1]), levels.num_nodes <= FEW_NODES
     if whole is not None:
         table, time, place = whole
-        best = np.array([place])
+        best = where_cheap = np.array([place])
     else:
         table = SegmentTable.of(levels, nodes)
         time = segment_times(problem, shapes, table)
-        best = cheapest(problem, table, np.minimum.reduce(time))
+        lists = np.minimum.reduce(time)[None]
+        if small:
+            lists = np.concatenate([lists, time])
+        optima = cheapest(table, options_of(problem, table, lists, prices), first_may_do=not few)
+        best, where_cheap = optima[0], optima[len(lists) * (len(prices) - 1)]
     shape = time.take(best, axis=1).argmin(axis=0)
-    found, shape_of, counts = [best], [shape], [len(best)]
-    used = np.bincount(shape).nonzero()[0] if len(best) > 1 else shape
-    for index in used if len(used) > 1 else ():
-        found.append(cheapest(problem, table, time[index]))
-        counts.append(len(found[-1]))
-        shape_of.append(np.full(counts[-1], index))
+    used = np.bincount(shape).nonzero()[0].tolist()
+    alone = [(0, index) for index in used] if len(used) > 1 else []  # (price, shape)
     if few:
-        cheap = best if whole is not None else cheapest(problem, table, np.minimum.reduce(time), CHEAP)
-        for index in np.bincount(time.take(cheap, axis=1).argmin(axis=0)).nonzero()[0]:
-            found.append(best if whole is not None else cheapest(problem, table, time[index], CHEAP))
-            counts.append(len(found[-1]))
-            shape_of.append(np.full(counts[-1], index))
-    twin = 0
+        cheap_shape = time.take(where_cheap, axis=1).argmin(axis=0)
+        alone += [(1, index) for index in np.bincount(cheap_shape).nonzero()[0].tolist()]
+    found = [best]
+    if whole is not None:
+        found += [best] * len(alone)
+    elif small:
+        found += [optima[len(lists) * price + 1 + index] for price, index in alone]
+    else:
+        batches = [[pair for pair in alone if pair[0] == price] for price in range(len(prices))]
+        if levels.num_nodes > MANY_NODES:
+            batches = [[pair] for pair in alone]
+        for batch in filter(None, batches):
+            of_shapes = time.take([index for _, index in batch], axis=0)
+            found += cheapest(table, options_of(problem, table, of_shapes, [prices[batch[0][0]]]))
+    shape_of, twin = [index for _, index in alone], 0
     if levels.depth <= levels.spans:
-        every = np.arange(len(shapes.tiles))
         if len(best) == 1 and levels.depth > 2:
-            twin = len(counts) + int(shape[0])
-        found.append(np.array([table.all_in_one()]).repeat(len(every)))
-        counts += [1] * len(every)
-        shape_of.append(every)
-    owner = np.arange(len(counts)).repeat(counts)
-    return table, _Candidates(owner, np.concatenate(found), np.concatenate(shape_of), twin)
+            twin = len(found) + int(shape[0])
+        shape_of += range(len(shapes.tiles))
+        found += [np.array([table.all_in_one()])] * len(shapes.tiles)
+    counts = [len(places) for places in found]
+    owner, of_others = np.arange(len(counts)), np.array(shape_of, np.intp)
+    if len(counts) < sum(counts):
+        owner, of_others = owner.repeat(counts), of_others.repeat(counts[1:])
+    return table, _Candidates(owner, np.concatenate(found), np.concatenate([shape, of_others]), twin)
 
 
 def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
@@ -198,8 +214,8 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     blocks = Blocks(first, place, tiles, walked / tiles, rows)
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
     has_partials = written > num_rows  # some row has several segments
-    costs = shapes.launches(launch, masked / in_all, alone / in_all)
-    times, _ = price(problem, costs, blocks, memory, has_partials.take(whose))
+    launches = Launches(launch, masked / in_all, alone / in_all, memory, has_partials.take(whose))
+    times, _ = price(problem, shapes, launches, blocks, NO_HOPE * (1 + NEARLY) if single else np.inf)
     reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
     reduction += profile.launch_us
     reduction *= has_partials
@@ -273,15 +289,16 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     tiles, num_tiles = Tiles(row0, row1, owner), len(row0)
     halved = shapes.launches_of_halves.take(plans.launch).take(of_tile).nonzero()[0]
     if len(halved):  # the middles of these are looked at along with the tiles
-        tiles = _with_middles(tiles, halved, (step // 2).take(owner.take(halved)))
+        tiles = _with_middles(tiles, halved, step // 2)
     seen = levels.nodes_of_tiles(tiles, top, table.below(segments), table.span.take(segments))
     # Tokens of each tile, and those of them that not all of its rows see. All numbers are whole, so no sum is rounded.
-    walked, before = table.token_sums.take(seen.high), table.token_sums.take(seen.low)
-    before_high, before_low = np.add.reduceat(walked, seen.indptr[:-1]), np.add.reduceat(before, seen.indptr[:-1])
-    tokens = (before_high - before_low)[:num_tiles]
-    walked -= before
-    walked *= seen.partly
-    masked = np.add.reduceat(walked, seen.indptr[:-1])[:num_tiles]
+    sums = np.empty((3, len(seen.low)))
+    table.token_sums.take(seen.high, out=sums[0], mode="clip")  # they are in range; without a mode it is slow
+    table.token_sums.take(seen.low, out=sums[1], mode="clip")
+    np.subtract(sums[0], sums[1], out=sums[2])
+    sums[2] *= seen.partly
+    before_high, before_low, masked = np.add.reduceat(sums, seen.indptr[:-1], axis=1)
+    tokens, masked = (before_high - before_low)[:num_tiles], masked[:num_tiles]
     alone = np.zeros(num_tiles)  # of one half of a tile, beyond those of the other
     if len(halved):
         # The first half sees all up to the middle, the second one all from there on.
@@ -292,15 +309,17 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     in_all = np.maximum(np.add.reduceat(tokens, first), 1)
     masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
     blocks = Blocks(first, of_tile, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
-    reduced = plans.reduction.take(plans.whose) > 0
     alone /= in_all
-    costs = shapes.launches(plans.launch, masked / in_all, alone)
-    times, limits = price(problem, costs, blocks, plans.memory, reduced)
+    reduced = plans.reduction.take(plans.whose) > 0
+    times, limits = price(
+        problem, shapes, Launches(plans.launch, masked / in_all, alone, plans.memory, reduced), blocks
+    )
     time = np.bincount(plans.whose, np.minimum.reduce(times), len(plans.reduction)) + plans.reduction
 
-    winner = min(plans.ranks, key=_comparable(time, plans.unusual).__getitem__)
-    launches = (plans.whose == winner).nonzero()[0]
-    low, high = int(launches[0]), int(launches[-1]) + 1
+    winner, low, high = plans.ranks[0], 0, num_launches
+    if len(plans.ranks) > 1:
+        winner = min(plans.ranks, key=_comparable(time, plans.unusual).__getitem__)
+        low, high = plans.whose.searchsorted([winner, winner + 1]).tolist()
     begin, end = first[low], first[high] if high < len(first) else len(row0)
     which = of_tile[begin:end]
     indptr = seen.indptr[begin : end + 1]
@@ -326,14 +345,15 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
 
 
 def _with_middles(tiles: Tiles, which: np.ndarray, half: np.ndarray) -> Tiles:
-    """The tiles; then for some of them an empty one between their first so many rows and the others.
+    """The tiles; then for some of them an empty one between their first ``half`` rows (of each segment's tiles) and the
+    others.
 
     Where there are no others, it lies at the end.
     """
-    row0, row1, owner = tiles
-    middle = np.minimum(row0.take(which) + half, row1.take(which))
-    return Tiles(
-        row0=np.concatenate([row0, middle]),
-        row1=np.concatenate([row1, middle]),
-        owner=np.concatenate([owner, owner.take(which)]),
-    )
+    row0, row1, owner = begin, end, whose = tiles
+    if len(which) < len(row0):
+        begin, end, whose = row0.take(which), row1.take(which), owner.take(which)
+    middle = half.take(whose)
+    middle += begin
+    np.minimum(middle, end, out=middle)
+    return Tiles(np.concatenate([row0, middle]), np.concatenate([row1, middle]), np.concatenate([owner, whose]))
