@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("flax")
 
-from decoding import TINY, dense_log_probs, greedy, make_decoder, tiny_model
+from decoding import PAGE_SIZE, TINY, dense_log_probs, greedy, make_decoder, tiny_model
 from freezing import freeze
 from toy_model import ToyModel, run
 
@@ -363,6 +363,44 @@ def test_requests_that_shrink_make_room_for_those_that_grow():
     decoder.search(leaves, jnp.zeros((2, TINY.vocab_size)), [Script(one, three), Script(three, one)])
     assert [s.queries for s in decoder.statistics] == [4, 4]
     assert decoder.tree.num_leaves == 0
+
+
+# Below a prompt that fills its page two leaves take a page each. Three below the first one take two more, and the
+# second one gives its own back.
+FORKS = ([0, 0], [1, 2]), ([0, 0, 0], [3, 4, 5])
+
+
+def forking(free_pages: int) -> tuple[TreeDecoder, int]:
+    decoder = make_decoder()
+    leaf = decoder.tree.add_request(PROMPT[:PAGE_SIZE])
+    decoder.tree.commit()
+    decoder.tree.pool.alloc(decoder.tree.pool.num_free - free_pages)
+    return decoder, leaf
+
+
+def test_a_search_that_runs_out_of_pages_changes_nothing():
+    decoder, leaf = forking(free_pages=2)
+    frozen = []
+
+    class Watched(Script):
+        def decide(self, scores):
+            frozen.append(freeze(decoder.tree))
+            return super().decide(scores)
+
+    with pytest.raises(OutOfPages):
+        decoder.search([leaf], jnp.zeros((1, TINY.vocab_size)), [Watched(*FORKS)])
+    assert len(frozen) == 2
+    assert freeze(decoder.tree) == frozen[1]
+    leaves = decoder.tree.leaves()
+    assert [decoder.tree.tokens(int(one))[PAGE_SIZE:].tolist() for one in leaves] == [[1], [2]]
+    decoder.search(leaves, jnp.zeros((2, TINY.vocab_size)), [Script(([0], [6])), Script(([0], [7]))])
+
+
+def test_pages_of_pruned_leaves_serve_those_that_grow():
+    decoder, leaf = forking(free_pages=3)
+    decoder.search([leaf], jnp.zeros((1, TINY.vocab_size)), [Script(*FORKS)])
+    assert [record.queries for record in decoder.statistics] == [2, 3]
+    assert decoder.tree.pool.num_free == 4
 
 
 def test_running_out_of_pages_leaves_whole_blocks():

@@ -10,6 +10,7 @@ decoder.generate(leaves, logits, 256, horizon=16)    # run on the device while t
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -174,8 +175,8 @@ class TreeDecoder:
 
         Raises:
             ValueError: the controllers ask for more leaves than `max_leaves`, or for tokens or leaves that there are
-                not. OutOfPages: there is no page for their tokens. What the steps before grew is still in the tree
-                then (`tree.leaves()`), and as good as ever; of the step that failed, no token is.
+                not. OutOfPages: there is no page for their tokens. The tree is then as the steps before have left it
+                (`tree.leaves()`), and as good as ever.
         """
         if len(leaves) != len(controllers):
             raise ValueError(f"leaves has {len(leaves)} entries and controllers {len(controllers)}")
@@ -190,16 +191,15 @@ class TreeDecoder:
                 for i, end in zip(running, ends)
             }
             growth = self._check_decisions(live, decisions)
-            for i in sorted(running, key=growth.__getitem__):  # who shrinks makes room for who grows
-                if decisions[i].done:
-                    self.tree.prune(live[i])
-                else:
-                    live[i] = self.tree.branch(live[i], decisions[i].parents)
-            running = [i for i in running if not decisions[i].done]
+            wanted = sum(decision.parents.size for decision in decisions.values() if not decision.done)
+            if self.tree.pool.num_free + self.tree.pool.num_evictable < wanted:  # a page for each would do in any case
+                _grow(copy.deepcopy(self.tree), dict(enumerate(live)), decisions, growth)  # or raises
+            grown = _grow(self.tree, dict(enumerate(live)), decisions, growth)
+            running = list(grown)
+            for i, new in grown.items():
+                live[i] = new
             if running:
-                grown = np.concatenate([live[i] for i in running])
-                self.tree.append(grown, np.concatenate([decisions[i].tokens for i in running]))
-                scores = _log_probs(self.forward(grown), top_k=top_k)
+                scores = _log_probs(self.forward(np.concatenate(list(grown.values()))), top_k=top_k)
         return [controller.results() for controller in controllers]
 
     def generate(
@@ -322,6 +322,22 @@ class TreeDecoder:
         from tree_attention_jax.models.paged_cache import kv_bytes_per_token
 
         return kv_bytes_per_token(self.model.config, self.model.dtype)
+
+
+def _grow(
+    tree: SequenceTree, live: dict[int, np.ndarray], decisions: dict[int, Decision], growth: dict[int, int]
+) -> dict[int, np.ndarray]:
+    """Does what controllers have decided about their leaves: the leaves of those that go on, with tokens pending."""
+    grown = {}
+    for i in sorted(decisions, key=growth.__getitem__):  # who shrinks makes room for who grows
+        if decisions[i].done:
+            tree.prune(live[i])
+        else:
+            grown[i] = tree.branch(live[i], decisions[i].parents)
+    grown = {i: grown[i] for i in sorted(grown)}
+    if grown:
+        tree.append(np.concatenate(list(grown.values())), np.concatenate([decisions[i].tokens for i in grown]))
+    return grown
 
 
 @partial(jax.jit, static_argnames="top_k")
