@@ -8,7 +8,7 @@ from tree_attention_jax.planning.cost import shapes_for
 from tree_attention_jax.planning.plan import make_problem
 from tree_attention_jax.planning.profile import load_profiles
 from tree_attention_jax.planning.strategies._levels import Levels
-from tree_attention_jax.planning.strategies._one_segment import one_segment
+from tree_attention_jax.planning.strategies._one_segment import NEARLY_BEST, ROUNDING, one_segment
 from tree_attention_jax.planning.strategies._segmentation import cheapest, options_of
 from tree_attention_jax.planning.strategies._segments import NodeTokens, SegmentTable, segment_times
 from tree_attention_jax.planning.strategies.auto import CHEAP, MAX_SPAN, SHORTEST_STEP
@@ -44,7 +44,7 @@ def test_only_what_the_programme_chooses(gpu: str, heads: tuple[int, int], price
             continue
         levels, shapes = Levels.of(problem, MAX_SPAN), shapes_for(problem, SHORTEST_STEP)
         nodes = NodeTokens.of(levels, problem.unit)
-        found = one_segment(problem, shapes, levels, nodes, price)
+        found = one_segment(problem, shapes, levels, nodes, price, ROUNDING)
         if found is None:
             continue
         claimed += 1
@@ -63,3 +63,27 @@ def test_only_what_the_programme_chooses(gpu: str, heads: tuple[int, int], price
             np.testing.assert_array_equal(table.exact[:, one], few.exact[:, other])
         np.testing.assert_array_equal(table.token_sums, few.token_sums)
     assert claimed > 5
+
+
+def test_what_is_not_looked_for_is_hardly_better():
+    rng, claimed = np.random.default_rng(5), 0
+    while claimed < 15:
+        problem = make_problem(random_tree(rng), 16, 32, 32, gpu="NVIDIA H200")
+        if problem.layout.num_rows == 0:
+            continue
+        levels, shapes = Levels.of(problem, MAX_SPAN), shapes_for(problem, SHORTEST_STEP)
+        nodes = NodeTokens.of(levels, problem.unit)
+        arguments = problem, shapes, levels, nodes, 1.0
+        found = one_segment(*arguments)
+        if found is None or one_segment(*arguments, ROUNDING) is not None:
+            continue
+        claimed += 1
+        _, times_of_few, place = found
+        table = SegmentTable.of(levels, nodes)
+        least = segment_times(problem, shapes, table).min(axis=0)
+        ((best,),) = [cheapest(table, options_of(problem, table, least[None], [1.0]))]
+        us = float(least[best].sum())
+        if len(best) > 1:
+            rows = float(table.pick(best).rows.sum())
+            us += rows * problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
+        assert us > 0.999 * NEARLY_BEST * times_of_few[:, place].min()

@@ -10,7 +10,8 @@ leaf, and others below. The time of that one is known, and the others cost at le
 - for partials: each row of the one segment writes one, and each row below writes one more.
 
 No choice of shapes is cheaper than the cheapest shape for each node. If all of this is more than the time of the one
-segment, for every k, then the programme would choose that one.
+segment, for every k, then the programme would choose that one. If it is nearly as much, what the programme would find
+is better by less than these estimates can tell.
 """
 
 from __future__ import annotations
@@ -26,18 +27,22 @@ from tree_attention_jax.planning.strategies._segments import NodeTokens, Segment
 
 # The programme adds up times that are float32: one that is worse by less than this may be chosen all the same.
 ROUNDING = 1 + 1e-4
+# Launches are modelled within 8%. So the programme is not asked where it can find nothing that is better by more than
+# this: no tree of our suites gets another plan by that, and the largest one's takes a millisecond less.
+NEARLY_BEST = 0.96
 # Where the root holds more than this share of all tokens, a segment of its own, which needs no masks, is likely to pay.
 # The bound hardly ever shows the contrary then: it is not worth its time.
 LONG_ROOT = 1 / 8
 
 
 def one_segment(
-    problem: Problem, shapes: ShapeTable, levels: Levels, nodes: NodeTokens, price: float
+    problem: Problem, shapes: ShapeTable, levels: Levels, nodes: NodeTokens, price: float, enough: float = NEARLY_BEST
 ) -> tuple[SegmentTable, np.ndarray, int] | None:
-    """A table of few segments, their times, and the place of the one that is best; None: there may be a better one.
+    """A table of few segments, their times, and the place of the one that is best.
 
     With such a price of partials, as a factor, or a higher one; with all shapes, or the best of that segment alone.
-    None as well where the bounds do not hold: several trees, whose segments write no partials; queries above leaves.
+    None: there may be a segmentation that takes less than ``enough`` times as long. None as well where the bounds do
+    not hold: several trees, whose segments write no partials; queries above leaves.
     """
     last = levels.depth - 2  # levels below the root
     if levels.begin[2] != 2 or last == 0 or levels.depth > levels.spans:
@@ -64,7 +69,7 @@ def one_segment(
     best = np.minimum.reduce(time)
     best[0] = min(best[0], best[last + 1])  # the root by itself, with masks or without
     least += best[:last]
-    return (table, time, last) if best[last] * ROUNDING < np.minimum.reduce(least) else None
+    return (table, time, last) if best[last] * enough < np.minimum.reduce(least) else None
 
 
 def _segments_from_root(levels: Levels, nodes: NodeTokens, total: np.ndarray, extra: np.ndarray) -> SegmentTable:
