@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-fast test-gpu lint figures clean
+.PHONY: demo test test-fast test-mosaic test-gpu lint figures clean
 
 demo: $(VENV)/.ready $(VENV)/.weights  ## watch a real language model explore a tree of continuations
 	$(VENV)/bin/python examples/tree_search.py $(ARGS)
@@ -13,6 +13,9 @@ test: $(VENV)/.ready  ## the whole suite (kernels run in Pallas' interpreter wit
 
 test-fast: $(VENV)/.ready  ## without the tests marked slow
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
+
+test-mosaic: $(VENV)/.ready  ## Mosaic GPU's kernels, simulated and lowered: needs jax 0.11.2 or newer
+	$(VENV)/bin/python -m pytest -n 2 tests/kernels/test_mosaic_simulated.py tests/kernels/test_mosaic_lowering.py $(ARGS)
 
 test-gpu: $(VENV)/.ready  ## what only a GPU can run
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
