@@ -11,9 +11,9 @@ reuses the compiled program, and one transfer brings it to the device::
 first cache slot and the count, because one load a token is what the inner loop can afford; its tokens stand at
 absolute positions ``position ..``, and every row of the item sees them. A *masked* entry adds ``(low, high)``: rows
 ``low <= r < high`` see it. A negative low means ``~low`` and that token ``x`` of the entry is seen from row
-``~low + x`` on: new tokens of one node, causal among themselves. The word of a masked entry also says which *halves*
-of its tile have a row that may see it (:meth:`TileClass.halves`): what a warpgroup of Mosaic's kernel leaves out, it
-then need not look at.
+``~low + x`` on: new tokens of one node, causal among themselves. In tiles of more than ``HALF`` rows, the word of a
+masked entry also says which *halves* of the tile have a row that may see it (:meth:`TileClass.halves`): what a
+warpgroup of Mosaic's kernel leaves out, it then need not look at.
 
 **Item**: rows ``row .. row + num_rows - 1`` times its plain entries and its masked entries. It writes either
 partials, at ``partial .. partial + num_rows - 1``, or, where a row has no other item, the final output
@@ -52,6 +52,8 @@ SLOT_SHIFT = 7
 COUNT_MASK = (1 << HALVES_SHIFT) - 1
 MAX_UNIT = 16
 MAX_SLOTS = 1 << (31 - SLOT_SHIFT)
+# Rows of a half of a tile: what one of Mosaic's warpgroups computes, as Hopper's matrix instruction has so many.
+HALF = 64
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,8 @@ def _masked_step(
                 logits = _masked(logits, rows, entries, False, True, folded, geo, options)
             else:  # who sees what is worked out while the product is
                 logits, seen = products.scores(queries, keys, lambda: _seen(rows, read(slot, first, left), span, geo))
-                logits = _where_seen(_scaled(logits, rows, folded, options), seen)
+                logits = _with_key_factor(logits, rows, options)
+                logits = _where_seen(_as_they_are(logits, folded, options), seen)
             weight, *goes_on = _go_on(logits, softmax, factor)
             return weight.astype(shared.values.dtype), *goes_on
 
@@ -303,8 +304,7 @@ def _masked(logits, rows: Rows, entries: Entries, full, masked, folded, geo, opt
 
     ``full``: all slots hold a token that all rows see, but for the options.
     """
-    if options.scaled_keys:
-        logits = logits * _spread(rows.key_factor, logits)
+    logits = _with_key_factor(logits, rows, options)
 
     def one_by_one(logits: jax.Array) -> jax.Array:
         tokens = tokens_at(step_slots(logits.shape, 1), entries, geo)
@@ -326,16 +326,16 @@ def _masked(logits, rows: Rows, entries: Entries, full, masked, folded, geo, opt
     if options.uses_positions:
         return one_by_one(logits)
 
-    def as_they_are(logits: jax.Array) -> jax.Array:
-        return logits if folded else base2_logits(logits, options)
-
+    as_they_are = functools.partial(_as_they_are, folded=folded, options=options)
     return as_they_are(logits) if full is True else lax.cond(full, as_they_are, one_by_one, logits)
 
 
-def _scaled(logits: jax.Array, rows: Rows, folded: bool, options: Options) -> jax.Array:
-    """Logits in the form that the softmax reads, where no option needs positions."""
-    if options.scaled_keys:
-        logits = logits * _spread(rows.key_factor, logits)
+def _with_key_factor(logits: jax.Array, rows: Rows, options: Options) -> jax.Array:
+    return logits * _spread(rows.key_factor, logits) if options.scaled_keys else logits
+
+
+def _as_they_are(logits: jax.Array, folded: bool, options: Options) -> jax.Array:
+    """In the form that the softmax reads, where no option needs positions."""
     return logits if folded else base2_logits(logits, options)
 
 

@@ -16,7 +16,7 @@ from pallas_kernels import layout as lo
 
 # The version of JAX whose Mosaic GPU the kernels are written for.
 NEEDS_JAX = (0, 11, 2)
-WARPGROUP_ROWS = 64
+WARPGROUP_ROWS = lo.HALF
 WIDTHS = (64, 128, 256)
 # The widest heads at which two warpgroups compute: two accumulators of 64 x 256 leave no registers for the second.
 PAIR_WIDTH = 128

@@ -81,7 +81,7 @@ def test_what_is_not_looked_for_is_hardly_better():
         _, times_of_few, place = found
         table = SegmentTable.of(levels, nodes)
         least = segment_times(problem, shapes, table).min(axis=0)
-        ((best,),) = [cheapest(table, options_of(problem, table, least[None], [1.0]))]
+        (best,) = cheapest(table, options_of(problem, table, least[None], [1.0]))
         us = float(least[best].sum())
         if len(best) > 1:
             rows = float(table.pick(best).rows.sum())

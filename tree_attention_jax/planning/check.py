@@ -97,11 +97,12 @@ def _covered(buffer: np.ndarray, shape: lo.WorkShape, records: np.ndarray, maske
 
 
 def _check_halves(word: np.ndarray, record: np.ndarray, low: np.ndarray, high: np.ndarray, shape: lo.WorkShape) -> None:
-    """A half of a tile that sees a token is among those that its entry names."""
+    """A half of a wide tile that sees a token is among those that its entry names."""
     halves = np.array([launch.tile.halves(shape.group) for launch in shape.launches])[record[:, -1]]
     first_end, second_begin = (record[:, lo.ROW, None] + halves).T
     missed = (low < first_end) & ((word >> lo.HALVES_SHIFT) & 1 == 0)
     missed |= (high > second_begin) & ((word >> lo.HALVES_SHIFT) & 2 == 0)
+    missed &= np.array([launch.tile.rows > lo.HALF for launch in shape.launches])[record[:, -1]]
     _require(~missed | (low >= high), lambda i: f"row {low[i]} sees a token that its half of the tile leaves out")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from pallas_kernels import layout as lo
 from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum
 from tree_attention_jax.planning.pieces import Pieces
-from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.problem import Problem, pads_many
 from tree_attention_jax.planning.tiling import Tiling
 
 
@@ -115,10 +115,10 @@ def _chunks(problem: Problem, pieces: Pieces, border: int, uniform: bool) -> _Ch
     units = unit, unit
     if not (uniform or problem.horizon):
         tokens = stop - start
-        # As in Problem.unit_for: where entries of a unit pad many, they hold a token.
-        masked_pads = unit * int(np.add.reduce(counts[border:])) > 2 * int(np.add.reduce(tokens[border:]))
+        # As Problem.unit_for would find, from the counts.
+        masked_pads = pads_many(unit * int(np.add.reduce(counts[border:])), int(np.add.reduce(tokens[border:])))
         if masked_pads or border == len(tokens):
-            plain_pads = unit * int(np.add.reduce(counts[:border])) > 2 * int(np.add.reduce(tokens[:border]))
+            plain_pads = pads_many(unit * int(np.add.reduce(counts[:border])), int(np.add.reduce(tokens[:border])))
             units = 1 if plain_pads else unit, 1 if masked_pads else unit
             ones = slice(0 if plain_pads else border, None)
             if masked_pads or plain_pads:
@@ -235,7 +235,9 @@ def _fields(
 
 
 def _halves(problem: Problem, pieces: Pieces, border: int, tiling: Tiling) -> np.ndarray:
-    """Bits of the halves of their tiles that may see the tokens of the masked pieces."""
+    """Bits of the halves of their tiles that may see the tokens of the masked pieces: 0 where no tile has two."""
+    if max(tile.rows for tile in tiling.tiles) <= lo.HALF:
+        return np.zeros(len(pieces.tile) - border, np.int32)
     ends, begins = zip(*(tile.halves(problem.heads.group) for tile in tiling.tiles))
     kind, row, tile, node = tiling.tile, tiling.row_begin, pieces.tile[border:], pieces.node[border:]
     first_end, second_begin = row + np.array(ends, np.int32).take(kind), row + np.array(begins, np.int32).take(kind)

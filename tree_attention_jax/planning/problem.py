@@ -96,4 +96,9 @@ class Problem:
         if any_of(begin):
             slots += (begin & (unit - 1)) * (tokens > 0)
         slots >>= unit.bit_length() - 1
-        return unit if unit * int(np.add.reduce(slots)) <= 2 * total else 1
+        return 1 if pads_many(unit * int(np.add.reduce(slots)), total) else unit
+
+
+def pads_many(slots: int, tokens: int) -> bool:
+    """Whether entries of so many slots are too many for so many tokens: then they hold a token each."""
+    return slots > 2 * tokens

@@ -193,8 +193,8 @@ class TreeDecoder:
             growth = self._check_decisions(live, decisions)
             wanted = sum(decision.parents.size for decision in decisions.values() if not decision.done)
             if self.tree.pool.num_free + self.tree.pool.num_evictable < wanted:  # a page for each would do in any case
-                _grow(copy.deepcopy(self.tree), dict(enumerate(live)), decisions, growth)  # or raises
-            grown = _grow(self.tree, dict(enumerate(live)), decisions, growth)
+                _grow(copy.deepcopy(self.tree), live, decisions, growth)  # or raises
+            grown = _grow(self.tree, live, decisions, growth)
             running = list(grown)
             for i, new in grown.items():
                 live[i] = new
@@ -325,7 +325,7 @@ class TreeDecoder:
 
 
 def _grow(
-    tree: SequenceTree, live: dict[int, np.ndarray], decisions: dict[int, Decision], growth: dict[int, int]
+    tree: SequenceTree, live: list[np.ndarray], decisions: dict[int, Decision], growth: dict[int, int]
 ) -> dict[int, np.ndarray]:
     """Does what controllers have decided about their leaves: the leaves of those that go on, with tokens pending."""
     grown = {}
