@@ -57,7 +57,7 @@ def ragged_places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     owner = np.arange(len(counts)).repeat(counts)
     nth = np.arange(len(owner), dtype=np.int32)
-    nth -= exclusive_cumsum(counts)[:-1].repeat(counts)
+    nth -= exclusive_cumsum(counts).take(owner)
     return owner, nth
 
 

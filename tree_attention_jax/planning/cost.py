@@ -176,6 +176,16 @@ class ShapeTable:
         return np.stack([np.zeros_like(self.two_halves), self.two_halves], axis=1).ravel()
 
     @functools.cached_property
+    def launch_block_kv(self) -> np.ndarray:
+        """[2 * S]: ``block_kv`` of plain and of masked launches of each shape."""
+        return self.block_kv.repeat(2)
+
+    @functools.cached_property
+    def launch_at_once(self) -> np.ndarray:
+        """[2 * S]: the same of ``at_once``."""
+        return self.at_once.repeat(2)
+
+    @functools.cached_property
     def usual(self) -> int:
         """The shape that suits narrow tiles of about any length: of the fewest rows, with the most warps."""
         narrow = [index for index, tile in enumerate(self.tiles) if tile.rows == self.tiles[0].rows]

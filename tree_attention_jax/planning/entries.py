@@ -243,7 +243,11 @@ def _halves(problem: Problem, pieces: Pieces, border: int, tiling: Tiling) -> np
     first_end, second_begin = row + np.array(ends, np.int32).take(kind), row + np.array(begins, np.int32).take(kind)
     first = problem.layout.row_begin.take(node) < first_end.take(tile)
     second = problem.layout.row_end.take(node) > second_begin.take(tile)
-    return (first + 2 * second).astype(np.int32) << lo.HALVES_SHIFT
+    halves = second.astype(np.int32)
+    halves += halves
+    halves += first
+    halves <<= lo.HALVES_SHIFT
+    return halves
 
 
 def _with_reserves_last(pieces: Pieces, piece: np.ndarray, chunk: np.ndarray) -> np.ndarray:

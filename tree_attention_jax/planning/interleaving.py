@@ -66,19 +66,24 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
     last -= 1
     last >>= bits
     cut = any_of(last != part)
-    if cut:
-        owner, nth = ragged_places(last - part + 1)
-        which, tile, second, part = which.take(owner), tile.take(owner), second.take(owner), part.take(owner) + nth
     key = tile << 32
     key += part
     key += part
     key += second
+    if cut:
+        owner, nth = ragged_places(last - part + 1)
+        key = key.take(owner)
+        key += nth
+        key += nth
     order = key.argsort(kind="stable")
+    sorted_owner = owner.take(order) if cut else order
     others = (~turns).nonzero()[0]
-    pieces = pieces.take(np.concatenate([others, which.take(order)]))
+    pieces = pieces.take(np.concatenate([others, which.take(sorted_owner)]))
     if cut:
         edge = (first_entry - place) * unit - first_slot
-        edge = edge.take(owner.take(order)) + part.take(order) * PART
+        edge += part * PART
+        edge = edge.take(sorted_owner)
+        edge += nth.take(order) * PART
         begin, end = pieces.begin[len(others) :], pieces.end[len(others) :]
         np.maximum(begin, edge, out=begin)
         np.minimum(end, edge + PART, out=end)

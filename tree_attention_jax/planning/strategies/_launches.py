@@ -9,6 +9,7 @@ Often a bound shows that none of a few launches gains by it.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -16,15 +17,12 @@ import numpy as np
 from tree_attention_jax._arrays import any_of
 from tree_attention_jax.planning.cost import NUMBERS, LaunchCosts, ShapeTable, launch_time, least_time
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.profile import GpuProfile
 
 MIN_TOKENS = 64
 # A launch whose longest item takes no more than this share of it is not worth splitting.
 SHORT_TAIL = 0.2
 # Of more launches at once, one or the other gains by splitting nearly always; so do those that write partials anyhow.
 FEW = 16
-# If more than this share of launches, one of which is to be chosen, may gain, then one that counts may.
-MOST_MAY_GAIN = 0.25
 # What is larger by less than this may be as large.
 ROUNDING = 1 + 1e-6
 
@@ -67,7 +65,7 @@ def price(
         [lengths] tokens that an item may have at most; 0: none is split. The first is 0; no others if none can be best.
     """
     profile, first, reduced = problem.profile, blocks.first, launches.reduced
-    longest, block_kv = blocks.tokens, shapes.block_kv.take(launches.launch >> 1)
+    longest, block_kv = blocks.tokens, shapes.launch_block_kv.take(launches.launch)
     steps = np.ceil(longest / (block_kv if len(longest) == len(first) else block_kv.take(blocks.launch)))
     steps *= blocks.tiles
     items = blocks.tiles
@@ -75,15 +73,15 @@ def price(
         longest, steps = np.maximum.reduceat(longest, first), np.add.reduceat(steps, first)
         items = np.add.reduceat(items, first)
     if len(first) <= FEW and not any_of(reduced):
-        whole = _whole(profile, shapes, launches, (steps, items, np.ceil(longest / block_kv)), hopeless)
+        whole = _whole(problem, shapes, launches, (steps, items, longest, *_longest_tiles(blocks, longest)), hopeless)
         if whole is not None:
             return np.array([whole]), np.zeros(1, np.int32)
     length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
     items, written = _splits(blocks, length, reduced)
     # All repeated for each length: NumPy takes three times as long for short arrays that it has to broadcast.
     rows = shapes.launch_rows(launches.launch, launches.masked, launches.one_sided)
-    rows[9], rows[10], rows[11] = steps, launches.memory, longest
-    *of_each, steps, memory, longest = rows[:12, None].repeat(len(length), axis=1)
+    rows[9], rows[10], rows[11], rows[12] = steps, launches.memory, longest, profile.launch_us * ~reduced
+    *of_each, steps, memory, longest, merging = rows[:, None].repeat(len(length), axis=1)
     costs = LaunchCosts(*of_each)
     tokens = np.minimum(length, longest)  # of the longest item
     most = np.ceil(tokens / costs.block_kv)
@@ -91,48 +89,57 @@ def price(
     senseless = tokens < costs.block_kv
     senseless |= tokens >= longest
     # A piece that ends within what is loaded at once takes as long as a larger one.
-    senseless |= limits[:, None] % shapes.at_once.take(launches.launch >> 1) > 0
+    senseless |= limits[:, None] & shapes.launch_at_once.take(launches.launch) - 1 > 0  # powers of two
     senseless |= most[0] * costs.latency_us[0] <= SHORT_TAIL * time[0]
     written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
     time += written
     split = time[1:]
-    split += profile.launch_us * ~reduced
+    split += merging[1:]
     np.copyto(split, np.inf, where=senseless[1:])
     return time, limits
 
 
 def _whole(
-    profile: GpuProfile, shapes: ShapeTable, launches: Launches, load: tuple[np.ndarray, ...], hopeless: float
+    problem: Problem, shapes: ShapeTable, launches: Launches, load: tuple[np.ndarray, ...], hopeless: float
 ) -> list[float] | None:
-    """Times of a few launches if items are not split; None if one or the other may gain by that.
+    """Times of a few launches if items are not split; None if one that counts may gain by that.
 
-    With shorter items launches take at least :func:`.least_time`, and one launch more for the partials. ``load``: steps
-    and items of each launch, steps of the longest item.
+    ``load``: steps and items of each launch, tokens of its longest item, tiles as long as that, and rows of these.
     """
+    profile, piece_us = problem.profile, problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
     columns = (launches.launch, launches.masked, launches.one_sided, launches.memory, *load)
-    rows = zip(*[column.tolist() for column in columns])
-    most = MOST_MAY_GAIN * len(launches.launch) if hopeless < np.inf else 0
-    bounds, gaining = [], 0
-    for index, (launch, masked, one_sided, memory, steps, items, longest) in enumerate(rows):
+    times, best, may_gain = [], np.inf, np.inf
+    for launch, masked, one_sided, memory, steps, items, longest, tiles, rows in zip(*[c.tolist() for c in columns]):
         costs = shapes.launch(launch, masked, one_sided)
-        least = least_time(profile, costs, steps, items, memory)
-        gaining += longest * costs.latency_us > least + profile.launch_us  # and it takes longer than that
-        if gaining > most:
-            return None
-        bounds.append((least, index, (profile, costs, steps, items, longest, memory, NUMBERS)))
-    bounds.sort()
-    times, best, may_gain = [np.inf] * len(bounds), np.inf, []
-    for least, index, arguments in bounds:
-        if least > hopeless * ROUNDING * best:
-            break  # so are the others
-        times[index] = time = launch_time(*arguments)
+        if least_time(profile, costs, steps, items, memory) > hopeless * ROUNDING * best:
+            times.append(np.inf)
+            continue
+        longest /= costs.block_kv
+        time = launch_time(profile, costs, steps, items, math.ceil(longest), memory, NUMBERS)
+        times.append(time)
         best = min(best, time)
-        split = least + profile.launch_us
+        if math.ceil(longest) * costs.latency_us <= SHORT_TAIL * time:
+            continue
+        # With the longest tiles in p >= 2 pieces, there are more items; each piece writes partials, which one more launch
+        # merges; and it takes a p-th of the time: x / p + p * y is 2 * sqrt(x * y) at least.
+        partials = rows * piece_us
+        split = least_time(profile, costs, steps, items + tiles, memory) + 2 * partials
+        split = max(split, profile.launch_us + 2 * math.sqrt(longest * costs.latency_us * partials)) + profile.launch_us
         if split <= ROUNDING * time:
-            may_gain.append(min(split, time))
-            if len(may_gain) > most:
+            may_gain = min(may_gain, split)
+            if may_gain <= hopeless * ROUNDING * best:
                 return None
-    return times if all(time > hopeless * ROUNDING * best for time in may_gain) else None
+    return times
+
+
+def _longest_tiles(blocks: Blocks, longest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[L] each: tiles of a launch that are as long as its longest one, and rows of all of them."""
+    first, launch, tiles, tokens, rows = blocks
+    rows = rows * tiles
+    if len(first) == len(rows):
+        return tiles, rows
+    as_long = tokens == longest.take(launch)
+    return np.add.reduceat(tiles * as_long, first), np.add.reduceat(rows * as_long, first)
 
 
 @functools.lru_cache(maxsize=64)

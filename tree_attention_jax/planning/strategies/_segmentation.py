@@ -63,18 +63,20 @@ def cheapest(table: SegmentTable, options: np.ndarray, first_may_do: bool = Fals
     """
     levels, count = table.levels, options.shape[3]
     # Often one segment holds everything, from the virtual root on or from the only root.
-    whole, last = [], levels.depth - 1
+    last, only_root = levels.depth - 1, levels.depth > 2 and levels.begin[2] == 2
     from_roots, below_roots = options[:, :, :2].argmin(axis=1).tolist()
-    for which in range(count):
-        if below_roots[0][which] == last:
-            whole.append(table.place(BELOW, last, 0))
-        elif last > 1 and levels.begin[2] == 2 and below_roots[0][which] == 0 and from_roots[1][which] == last - 1:
-            whole.append(table.place(FROM, last - 1, 1))
+    whole = []
+    for which, below in enumerate(below_roots[0]):
+        if below == last:
+            whole.append((BELOW, last, 0))
+        elif only_root and below == 0 and from_roots[1][which] == last - 1:
+            whole.append((FROM, last - 1, 1))
         if first_may_do and whole:
-            return [np.array(whole)]
+            return [np.array([table.place(*whole[0])])]
         first_may_do = False
     if len(whole) == count:
-        return [np.array([place]) for place in whole]
+        place_of = {segment: np.array([table.place(*segment)]) for segment in set(whole)}
+        return [place_of[segment] for segment in whole]
     span_from, span_below = options.argmin(axis=1)
     inner, above_each = levels.inner, levels.above
     above = above_each.take(inner)
