@@ -88,12 +88,12 @@ class Problem:
         64 one-token draft nodes side by side in a page would take 64 entries of 16, one token in each. One of two
         values, because each compiles programs of its own.
         """
-        unit, total = self.unit, int(np.add.reduce(tokens))
-        if total >= 2 * unit * len(tokens):
-            return unit  # long runs: however they begin, their ends pad less than they hold
+        unit, total, within = self.unit, int(np.add.reduce(tokens)), any_of(begin)
+        if total >= (1 + within) * unit * np.count_nonzero(tokens):
+            return unit  # long runs: their ends pad less than they hold, if they begin within an entry both ends do
         # Powers of two: bits are picked and shifted in a fraction of the time that divisions take.
         slots = tokens + (unit - 1)
-        if any_of(begin):
+        if within:
             slots += (begin & (unit - 1)) * (tokens > 0)
         slots >>= unit.bit_length() - 1
         return 1 if pads_many(unit * int(np.add.reduce(slots)), total) else unit

@@ -61,8 +61,8 @@ def price(
             longer still.
 
     Returns:
-        [lengths, L] microseconds, with the partials that splitting adds, without end where a limit makes no sense, and
-        [lengths] tokens that an item may have at most; 0: none is split. The first is 0; no others if none can be best.
+        [L] microseconds with the best limit, with the partials that splitting adds, and [L] the limit: tokens that an
+        item may have at most; 0: none is split.
     """
     profile, first, reduced = problem.profile, blocks.first, launches.reduced
     longest, block_kv = blocks.tokens, shapes.launch_block_kv.take(launches.launch)
@@ -75,7 +75,7 @@ def price(
     if len(first) <= FEW and not any_of(reduced):
         whole = _whole(problem, shapes, launches, (steps, items, longest, *_longest_tiles(blocks, longest)), hopeless)
         if whole is not None:
-            return np.array([whole]), np.zeros(1, np.int32)
+            return np.array(whole), np.zeros(len(first), np.int32)
     length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
     items, written = _splits(blocks, length, reduced)
     # All repeated for each length: NumPy takes three times as long for short arrays that it has to broadcast.
@@ -96,7 +96,7 @@ def price(
     split = time[1:]
     split += merging[1:]
     np.copyto(split, np.inf, where=senseless[1:])
-    return time, limits
+    return np.minimum.reduce(time), limits.take(time.argmin(axis=0))
 
 
 def _whole(

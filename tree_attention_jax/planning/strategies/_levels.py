@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,7 +78,7 @@ class Levels:
             order = order.compress(layout.rows.take(order))
             depth, children = depth.take(order), np.bincount(layout.parent.take(order) + 1, minlength=len(children))
         counts = np.bincount(depth)
-        begin = [0, *(exclusive_cumsum(counts) + 1).tolist()]
+        begin = [0, *itertools.accumulate(counts.tolist(), initial=1)]
         node = np.empty(len(order) + 1, np.intp)
         node[0] = -1  # reads the last node's fields, which are overwritten below
         node[1:] = order

@@ -220,8 +220,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     reduction += profile.launch_us
     reduction *= has_partials
     unusual = (~usual).tolist() if problem.heads.num_kv_heads > 1 else [True] * len(written)
-    time = np.minimum.reduce(times)
-    time = _comparable((time if single else np.bincount(whose, time)) + reduction, unusual)
+    time = _comparable((times if single else np.bincount(whose, times)) + reduction, unusual)
 
     best = sorted(range(len(time)), key=time.__getitem__)[: FINALISTS if num_rows < MANY_ROWS else 1]
     ranks = [which for which in best if time[which] <= NO_HOPE * time[best[0]]]
@@ -314,7 +313,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     times, limits = price(
         problem, shapes, Launches(plans.launch, masked / in_all, alone, plans.memory, reduced), blocks
     )
-    time = np.bincount(plans.whose, np.minimum.reduce(times), len(plans.reduction)) + plans.reduction
+    time = np.bincount(plans.whose, times, len(plans.reduction)) + plans.reduction
 
     winner, low, high = plans.ranks[0], 0, num_launches
     if len(plans.ranks) > 1:
@@ -337,7 +336,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
         begin=np.zeros(len(node), np.int32),
         end=problem.tree.kv_len.take(node),
         tile=(which - low).astype(np.int32),
-        max_tokens=limits.take(times.argmin(axis=0).take(which)),
+        max_tokens=limits.take(which),
         tiles=tuple([shapes.tiles[index] for index in kind[low:high].tolist()]),
         uniform=_is_tiny(problem),
     )
