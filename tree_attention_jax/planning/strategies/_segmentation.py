@@ -55,28 +55,47 @@ def options_of(problem: Problem, table: SegmentTable, times: np.ndarray, prices:
     return all_options
 
 
-def cheapest(table: SegmentTable, options: np.ndarray, first_may_do: bool = False) -> list[np.ndarray]:
-    """Top-down: follow the best options from the virtual root.
+def cheapest(table: SegmentTable, options: np.ndarray) -> Optima:
+    """The C segmentations with the least costs, as places of their segments in the table."""
+    return Optima(table, options)
 
-    Returns the C segmentations with the least costs, as places of their segments in the table; or only the first one,
-    if that may do and is a single segment.
-    """
-    levels, count = table.levels, options.shape[3]
-    # Often one segment holds everything, from the virtual root on or from the only root.
+
+class Optima:
+    """Those that are a single segment take a look; all others are found when the first one of them is asked for."""
+
+    def __init__(self, table: SegmentTable, options: np.ndarray):
+        self._table, self._options, self._count = table, options, options.shape[3]
+        self._found = _single_segments(table, options)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, which: int) -> np.ndarray:
+        if which not in self._found:
+            if not 0 <= which < self._count:
+                raise IndexError(which)
+            self._found = dict(enumerate(_follow(self._table, self._options)))
+        return self._found[which]
+
+
+def _single_segments(table: SegmentTable, options: np.ndarray) -> dict[int, np.ndarray]:
+    """The segment that holds everything, from the virtual root on or from the only root, where that is the best."""
+    levels = table.levels
     last, only_root = levels.depth - 1, levels.depth > 2 and levels.begin[2] == 2
     from_roots, below_roots = options[:, :, :2].argmin(axis=1).tolist()
-    whole = []
+    found = {}
     for which, below in enumerate(below_roots[0]):
         if below == last:
-            whole.append((BELOW, last, 0))
+            found[which] = (BELOW, last, 0)
         elif only_root and below == 0 and from_roots[1][which] == last - 1:
-            whole.append((FROM, last - 1, 1))
-        if first_may_do and whole:
-            return [np.array([table.place(*whole[0])])]
-        first_may_do = False
-    if len(whole) == count:
-        place_of = {segment: np.array([table.place(*segment)]) for segment in set(whole)}
-        return [place_of[segment] for segment in whole]
+            found[which] = (FROM, last - 1, 1)
+    place_of = {segment: np.array([table.place(*segment)]) for segment in set(found.values())}
+    return {which: place_of[segment] for which, segment in found.items()}
+
+
+def _follow(table: SegmentTable, options: np.ndarray) -> list[np.ndarray]:
+    """Top-down: follow the best options from the virtual root."""
+    levels, count = table.levels, options.shape[3]
     span_from, span_below = options.argmin(axis=1)
     inner, above_each = levels.inner, levels.above
     above = above_each.take(inner)

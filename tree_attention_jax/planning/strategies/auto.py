@@ -142,7 +142,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         lists = np.minimum.reduce(time)[None]
         if small:
             lists = np.concatenate([lists, time])
-        optima = cheapest(table, options_of(problem, table, lists, prices), first_may_do=not few)
+        optima = cheapest(table, options_of(problem, table, lists, prices))
         best, where_cheap = optima[0], optima[len(lists) * (len(prices) - 1)]
     shape = time.take(best, axis=1).argmin(axis=0)
     used = np.bincount(shape).nonzero()[0].tolist()
