@@ -82,7 +82,7 @@ class LaunchCosts(NamedTuple):
     latency_us: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared, and hashed, by identity: there is one of each
 class ShapeTable:
     """Tile shapes and what they cost here, as arrays [S]; microseconds of one SM unless said otherwise.
 
@@ -179,11 +179,6 @@ class ShapeTable:
     def launch_block_kv(self) -> np.ndarray:
         """[2 * S]: ``block_kv`` of plain and of masked launches of each shape."""
         return self.block_kv.repeat(2)
-
-    @functools.cached_property
-    def launch_at_once(self) -> np.ndarray:
-        """[2 * S]: the same of ``at_once``."""
-        return self.at_once.repeat(2)
 
     @functools.cached_property
     def usual(self) -> int:

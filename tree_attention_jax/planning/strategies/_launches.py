@@ -76,7 +76,8 @@ def price(
         whole = _whole(problem, shapes, launches, (steps, items, longest, *_longest_tiles(blocks, longest)), hopeless)
         if whole is not None:
             return np.array(whole), np.zeros(len(first), np.int32)
-    length, limits = _lengths(max(int(np.maximum.reduce(longest)) - 1, 0).bit_length())
+    bits = max(int(np.maximum.reduce(longest)) - 1, 0).bit_length()
+    length, limits = _lengths(bits)
     items, written = _splits(blocks, length, reduced)
     # All repeated for each length: NumPy takes three times as long for short arrays that it has to broadcast.
     rows = shapes.launch_rows(launches.launch, launches.masked, launches.one_sided)
@@ -86,10 +87,9 @@ def price(
     tokens = np.minimum(length, longest)  # of the longest item
     most = np.ceil(tokens / costs.block_kv)
     time = launch_time(profile, costs, steps, items, most, memory)
-    senseless = tokens < costs.block_kv
+    senseless = _misfits(shapes, bits).take(launches.launch, axis=1)
+    senseless |= tokens < costs.block_kv
     senseless |= tokens >= longest
-    # A piece that ends within what is loaded at once takes as long as a larger one.
-    senseless |= limits[:, None] & shapes.launch_at_once.take(launches.launch) - 1 > 0  # powers of two
     senseless |= most[0] * costs.latency_us[0] <= SHORT_TAIL * time[0]
     written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
     time += written
@@ -153,6 +153,13 @@ def _lengths(bits: int) -> tuple[np.ndarray, np.ndarray]:
     for array in (length, limits):
         array.setflags(write=False)
     return length, limits
+
+
+@functools.lru_cache(maxsize=64)
+def _misfits(shapes: ShapeTable, bits: int) -> np.ndarray:
+    """bool [lengths, 2 * S]: items that end within what launches load at once, and take as long as larger ones."""
+    _, limits = _lengths(bits)
+    return limits[:, None] % shapes.at_once.repeat(2) > 0
 
 
 def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

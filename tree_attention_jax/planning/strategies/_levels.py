@@ -48,6 +48,7 @@ class Levels:
     row_begin: np.ndarray
     row_end: np.ndarray
     level: np.ndarray  # 0 for the virtual root, then depth + 1
+    depth: int  # levels, the virtual root's included
     begin: list[int]  # [depth + 1] first node of each level
     inner: np.ndarray  # [I] nodes with children
     leaf: np.ndarray  # the other nodes
@@ -58,11 +59,6 @@ class Levels:
     @property
     def num_nodes(self) -> int:
         return len(self.node)
-
-    @property
-    def depth(self) -> int:
-        """Levels, the virtual root's included."""
-        return len(self.begin) - 1
 
     @staticmethod
     def of(problem: Problem, max_span: int) -> Levels:
@@ -102,6 +98,7 @@ class Levels:
             row_begin=row_begin,
             row_end=row_end,
             level=level,
+            depth=len(begin) - 1,
             begin=begin,
             inner=inner,
             leaf=leaf,

@@ -25,9 +25,12 @@ def options_of(problem: Problem, table: SegmentTable, times: np.ndarray, prices:
         times: [lists, F] of each of them.
         prices: factors of that of partials. C is all lists with the first one, then with the next.
     """
-    each = [price * problem.heads.partial_bytes / problem.profile.partial_bytes_per_us for price in prices]
-    cost = np.multiply.outer(table.partial_rows, np.array(each).repeat(len(times)))
-    cost += times.T if len(prices) == 1 else np.concatenate([times] * len(prices)).T
+    num_lists = len(times)
+    cost = np.empty((times.shape[1], len(prices) * num_lists))
+    for nth, price in enumerate(prices):
+        each_us = price * problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
+        partials = (table.partial_rows * each_us)[:, None]
+        np.add(partials, times.T, out=cost[:, nth * num_lists : (nth + 1) * num_lists])
     levels = table.levels
     depth, spans, inner, leaf, count = levels.depth, levels.spans, levels.inner, levels.leaf, cost.shape[1]
     all_options = table.by_node(cost)
