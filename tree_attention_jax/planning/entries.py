@@ -196,18 +196,20 @@ def _fields(
     position = position.repeat(counts)
     position += nth
     consecutive = tree.page_indices is None
+    low, high = layout.row_begin.take(node[border:]), layout.row_end.take(node[border:])
+    halves = _halves(problem, tiling, pieces.tile[border:], low, high)
     if consecutive:
         begin += (problem.first_page * problem.page_size).take(node)
         begin <<= lo.SLOT_SHIFT
         begin += count
-        begin[border:] += _halves(problem, pieces, border, tiling)
+        begin[border:] += halves
         nth <<= lo.SLOT_SHIFT
         word = begin.repeat(counts)
         word += nth
     else:
         word = np.zeros(len(nth), np.int32)
         word += count if isinstance(count, int) else count.repeat(counts)
-        word[upto[border] :] += _halves(problem, pieces, border, tiling).repeat(counts[border:])
+        word[upto[border] :] += halves.repeat(counts[border:])
     # Where a piece begins or ends within an entry, its first or last one is shorter. Pieces that repeat have none.
     if any_of(before):
         which = (before * counts > 0).nonzero()[0]
@@ -226,7 +228,7 @@ def _fields(
         slots <<= lo.SLOT_SHIFT
         word += slots
     node, counts = node[border:], counts[border:]
-    low, high = layout.row_begin.take(node).repeat(counts), layout.row_end.take(node).repeat(counts)
+    low, high = low.repeat(counts), high.repeat(counts)
     if any_of(pieces.causal):
         causal = pieces.causal[border:].repeat(counts).nonzero()[0]
         seen_from = (layout.row_begin - layout.old_len - layout.position).take(node).repeat(counts).take(causal)
@@ -234,18 +236,16 @@ def _fields(
     return word, position, low, high
 
 
-def _halves(problem: Problem, pieces: Pieces, border: int, tiling: Tiling) -> np.ndarray:
-    """Bits of the halves of their tiles that may see the tokens of the masked pieces: 0 where no tile has two."""
-    if max(tile.rows for tile in tiling.tiles) <= lo.HALF:
-        return np.zeros(len(pieces.tile) - border, np.int32)
-    ends, begins = zip(*(tile.halves(problem.heads.group) for tile in tiling.tiles))
-    kind, row, tile, node = tiling.tile, tiling.row_begin, pieces.tile[border:], pieces.node[border:]
+def _halves(problem: Problem, tiling: Tiling, tile: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Bits of the halves of their tiles that may see masked pieces, which such rows see: 0 where no tile has two."""
+    if max(shape.rows for shape in tiling.tiles) <= lo.HALF:
+        return np.zeros(len(tile), np.int32)
+    ends, begins = zip(*(shape.halves(problem.heads.group) for shape in tiling.tiles))
+    kind, row = tiling.tile, tiling.row_begin
     first_end, second_begin = row + np.array(ends, np.int32).take(kind), row + np.array(begins, np.int32).take(kind)
-    first = problem.layout.row_begin.take(node) < first_end.take(tile)
-    second = problem.layout.row_end.take(node) > second_begin.take(tile)
-    halves = second.astype(np.int32)
+    halves = (high > second_begin.take(tile)).astype(np.int32)
     halves += halves
-    halves += first
+    halves += low < first_end.take(tile)
     halves <<= lo.HALVES_SHIFT
     return halves
 
