@@ -48,7 +48,12 @@ class Launches(NamedTuple):
 
 
 def price(
-    problem: Problem, shapes: ShapeTable, launches: Launches, blocks: Blocks, hopeless: float = np.inf
+    problem: Problem,
+    shapes: ShapeTable,
+    launches: Launches,
+    blocks: Blocks,
+    hopeless: float = np.inf,
+    gains: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Launches with items of different lengths.
 
@@ -59,6 +64,7 @@ def price(
         blocks: of all launches.
         hopeless: launches that take more than so many times as long as the fastest one may be given any time that is
             longer still.
+        gains: one that counts gains by a split, most likely: it takes no bound to show that.
 
     Returns:
         [L] microseconds with the best limit, with the partials that splitting adds, and [L] the limit: tokens that an
@@ -72,7 +78,7 @@ def price(
     if len(longest) > len(first):  # some launch has several groups
         longest, steps = np.maximum.reduceat(longest, first), np.add.reduceat(steps, first)
         items = np.add.reduceat(items, first)
-    if len(first) <= FEW and not any_of(reduced):
+    if not gains and len(first) <= FEW and not any_of(reduced):
         whole = _whole(problem, shapes, launches, (steps, items, longest, *_longest_tiles(blocks, longest)), hopeless)
         if whole is not None:
             return np.array(whole), np.zeros(len(first), np.int32)

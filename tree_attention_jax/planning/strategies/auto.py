@@ -124,6 +124,7 @@ class _Finalists(NamedTuple):
     ranks: list[int]  # the candidates, best estimate first
     reduction: np.ndarray  # of all candidates: time of the partials that they write, and of the launch that merges them
     unusual: list[bool]  # of all candidates: they have other shapes than the usual one
+    gains: bool  # the (first) launch of the best one gains by splitting items
 
 
 def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[SegmentTable, _Candidates]:
@@ -215,7 +216,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
     has_partials = written > num_rows  # some row has several segments
     launches = Launches(launch, masked / in_all, alone / in_all, memory, has_partials.take(whose))
-    times, _ = price(problem, shapes, launches, blocks, NO_HOPE * (1 + NEARLY) if single else np.inf)
+    times, limits = price(problem, shapes, launches, blocks, NO_HOPE * (1 + NEARLY) if single else np.inf)
     reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
     reduction += profile.launch_us
     reduction *= has_partials
@@ -243,6 +244,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         ranks=ranks,
         reduction=reduction,
         unusual=unusual,
+        gains=bool(limits[whose.searchsorted(ranks[0])] > 0),
     )
 
 
@@ -310,9 +312,8 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     blocks = Blocks(first, of_tile, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
     alone /= in_all
     reduced = plans.reduction.take(plans.whose) > 0
-    times, limits = price(
-        problem, shapes, Launches(plans.launch, masked / in_all, alone, plans.memory, reduced), blocks
-    )
+    launches = Launches(plans.launch, masked / in_all, alone, plans.memory, reduced)
+    times, limits = price(problem, shapes, launches, blocks, gains=plans.gains)
     time = np.bincount(plans.whose, times, len(plans.reduction)) + plans.reduction
 
     winner, low, high = plans.ranks[0], 0, num_launches
