@@ -9,7 +9,7 @@ from tree_attention_jax.planning.plan import make_problem
 from tree_attention_jax.planning.profile import load_profiles
 from tree_attention_jax.planning.strategies._levels import Levels
 from tree_attention_jax.planning.strategies._one_segment import NEARLY_BEST, ROUNDING, one_segment
-from tree_attention_jax.planning.strategies._segmentation import cheapest, options_of
+from tree_attention_jax.planning.strategies._segmentation import Optima, options_of
 from tree_attention_jax.planning.strategies._segments import NodeTokens, SegmentTable, segment_times
 from tree_attention_jax.planning.strategies.auto import CHEAP, MAX_SPAN, SHORTEST_STEP
 
@@ -52,10 +52,10 @@ def test_only_what_the_programme_chooses(gpu: str, heads: tuple[int, int], price
         table = SegmentTable.of(levels, nodes)
         times = segment_times(problem, shapes, table)
         least = times.min(axis=0)
-        ((best,),) = cheapest(table, options_of(problem, table, least[None], [price]))
+        ((best,),) = Optima(table, options_of(problem, table, least[None], [price]))
         # Nor would it choose another one if partials cost more, or with the best shape alone.
         lists = np.stack([least, times[times[:, best].argmin()]])
-        others = cheapest(table, options_of(problem, table, lists, [1.0, price]))
+        others = Optima(table, options_of(problem, table, lists, [1.0, price]))
         assert [other.tolist() for other in others] == [[best]] * 4
         assert (table.top[best], table.span[best]) == (few.top[place], few.span[place])
         for one, other in ((best, place), (table.all_in_one(), few.all_in_one())):
@@ -81,7 +81,7 @@ def test_what_is_not_looked_for_is_hardly_better():
         _, times_of_few, place = found
         table = SegmentTable.of(levels, nodes)
         least = segment_times(problem, shapes, table).min(axis=0)
-        (best,) = cheapest(table, options_of(problem, table, least[None], [1.0]))
+        (best,) = Optima(table, options_of(problem, table, least[None], [1.0]))
         us = float(least[best].sum())
         if len(best) > 1:
             rows = float(table.pick(best).rows.sum())

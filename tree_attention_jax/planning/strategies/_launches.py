@@ -126,8 +126,8 @@ def _whole(
         best = min(best, time)
         if math.ceil(longest) * costs.latency_us <= SHORT_TAIL * time:
             continue
-        # With the longest tiles in p >= 2 pieces, there are more items; each piece writes partials, which one more launch
-        # merges; and it takes a p-th of the time: x / p + p * y is 2 * sqrt(x * y) at least.
+        # With the longest tiles in p >= 2 pieces there are more items; each piece writes partials, which one more
+        # launch merges; and it takes a p-th of the time: x / p + p * y is 2 * sqrt(x * y) at least.
         partials = rows * piece_us
         split = least_time(profile, costs, steps, items + tiles, memory) + 2 * partials
         split = max(split, profile.launch_us + 2 * math.sqrt(longest * costs.latency_us * partials)) + profile.launch_us

@@ -7,6 +7,7 @@ as a short array takes as long as a few of them.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -58,27 +59,23 @@ def options_of(problem: Problem, table: SegmentTable, times: np.ndarray, prices:
     return all_options
 
 
-def cheapest(table: SegmentTable, options: np.ndarray) -> Optima:
-    """The C segmentations with the least costs, as places of their segments in the table."""
-    return Optima(table, options)
-
-
 class Optima:
-    """Those that are a single segment take a look; all others are found when the first one of them is asked for."""
+    """Top-down: the C segmentations with the least costs, as places of their segments in the table.
+
+    Those that are a single segment take a look; all others are found when the first one of them is asked for.
+    """
 
     def __init__(self, table: SegmentTable, options: np.ndarray):
-        self._table, self._options, self._count = table, options, options.shape[3]
+        self._table, self._options = table, options
         self._found = _single_segments(table, options)
-
-    def __len__(self) -> int:
-        return self._count
 
     def __getitem__(self, which: int) -> np.ndarray:
         if which not in self._found:
-            if not 0 <= which < self._count:
-                raise IndexError(which)
             self._found = dict(enumerate(_follow(self._table, self._options)))
         return self._found[which]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[which] for which in range(self._options.shape[3]))
 
 
 def _single_segments(table: SegmentTable, options: np.ndarray) -> dict[int, np.ndarray]:
@@ -97,7 +94,7 @@ def _single_segments(table: SegmentTable, options: np.ndarray) -> dict[int, np.n
 
 
 def _follow(table: SegmentTable, options: np.ndarray) -> list[np.ndarray]:
-    """Top-down: follow the best options from the virtual root."""
+    """Follow the best options from the virtual root."""
     levels, count = table.levels, options.shape[3]
     span_from, span_below = options.argmin(axis=1)
     inner, above_each = levels.inner, levels.above

@@ -42,7 +42,7 @@ from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._launches import Blocks, Launches, price, spread, starts
 from tree_attention_jax.planning.strategies._levels import Levels, Tiles
 from tree_attention_jax.planning.strategies._one_segment import one_segment
-from tree_attention_jax.planning.strategies._segmentation import cheapest, options_of
+from tree_attention_jax.planning.strategies._segmentation import Optima, options_of
 from tree_attention_jax.planning.strategies._segments import (
     NodeTokens,
     SegmentTable,
@@ -143,7 +143,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         lists = np.minimum.reduce(time)[None]
         if small:
             lists = np.concatenate([lists, time])
-        optima = cheapest(table, options_of(problem, table, lists, prices))
+        optima = Optima(table, options_of(problem, table, lists, prices))
         best, where_cheap = optima[0], optima[len(lists) * (len(prices) - 1)]
     shape = time.take(best, axis=1).argmin(axis=0)
     used = np.bincount(shape).nonzero()[0].tolist()
@@ -162,7 +162,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
             batches = [[pair] for pair in alone]
         for batch in filter(None, batches):
             of_shapes = time.take([index for _, index in batch], axis=0)
-            found += cheapest(table, options_of(problem, table, of_shapes, [prices[batch[0][0]]]))
+            found += Optima(table, options_of(problem, table, of_shapes, [prices[batch[0][0]]]))
     shape_of, twin = [index for _, index in alone], 0
     if levels.depth <= levels.spans:
         if len(best) == 1 and levels.depth > 2:

@@ -1,0 +1,55 @@
+"""Prices of launches: no bound may hide one that gains by a split."""
+
+import numpy as np
+import pytest
+
+import tree_attention_jax as ta
+from tree_attention_jax.planning.cost import ShapeTable, shapes_for
+from tree_attention_jax.planning.plan import make_problem
+from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.profile import load_profiles
+from tree_attention_jax.planning.strategies import _launches
+from tree_attention_jax.planning.strategies._launches import Blocks, Launches, price
+from tree_attention_jax.planning.strategies.auto import SHORTEST_STEP
+
+
+def random_launches(rng: np.random.Generator, problem: Problem, shapes: ShapeTable) -> tuple[Launches, Blocks]:
+    """A few launches, each of one group of tiles, or of several groups of one tile each."""
+    count, several = int(rng.integers(1, 12)), rng.random() < 0.5
+    launch = rng.integers(0, 2 * len(shapes.tiles), count)
+    groups = rng.integers(1, 40, count) if several else np.ones(count, int)
+    of_group = np.arange(count).repeat(groups)
+    first = np.cumsum(groups) - groups
+    tiles = np.ones(len(of_group)) if several else rng.integers(1, 300, count).astype(float)
+    # Of a tree that many tiles walk alike, or each its own part of.
+    most = 10 ** rng.uniform(1, 4.5)
+    tokens = np.ceil(most * rng.uniform(rng.choice([0.01, 0.9]), 1, len(of_group)))
+    rows = np.ceil(rng.uniform(0, 1, len(of_group)) * shapes.queries.take(launch >> 1).take(of_group))
+    rows = np.maximum(rows, 1)
+    masked = rng.uniform(0, 1, count) * (launch & 1)
+    one_sided = masked * rng.uniform(0, 1, count) * shapes.two_halves.take(launch >> 1)
+    walked = np.add.reduceat(tokens * tiles, first)
+    memory = rng.uniform(0.02, 1, count) * walked * problem.heads.token_bytes / problem.profile.bytes_per_us
+    launches = Launches(launch, masked, one_sided, memory, np.zeros(count, bool))
+    return launches, Blocks(first, of_group, tiles, tokens, rows)
+
+
+@pytest.mark.parametrize("gpu", load_profiles())
+@pytest.mark.parametrize("heads", [(16, 1), (32, 8), (32, 32), (8, 8)], ids=str)
+@pytest.mark.parametrize("hopeless", [np.inf, 1.25])
+def test_bounds_change_nothing_that_counts(monkeypatch, gpu: str, heads: tuple[int, int], hopeless: float):
+    rng = np.random.default_rng(heads)
+    problem = make_problem(ta.TokenTree([-1], [64]), 16, *heads, gpu=gpu)
+    shapes = shapes_for(problem, SHORTEST_STEP)
+    found, whole = [], _launches._whole
+    monkeypatch.setattr(_launches, "_whole", lambda *arguments: found.append(whole(*arguments)) or found[-1])
+    for _ in range(200):
+        arguments = problem, shapes, *random_launches(rng, problem, shapes), hopeless
+        times, limits = price(*arguments)
+        all_times, all_limits = price(*arguments, gains=True)
+        enough = hopeless * all_times.min()
+        counts = all_times <= enough
+        np.testing.assert_array_equal(times[counts], all_times[counts])
+        np.testing.assert_array_equal(limits[counts], all_limits[counts])
+        assert (times[~counts] > enough).all()
+    assert 10 < sum(times is not None for times in found) < 190
