@@ -324,13 +324,12 @@ def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, 
     Args:
         profile: rates of the GPU.
         costs: of the launches.
-        steps, items: of all items together.
+        steps, items: of all items together, of which there are some.
         longest: steps of the longest item.
         memory: time to read the launch's K/V once.
         ops: ``NUMBERS`` if all are Python's numbers.
     """
     ceil, maximum, minimum = ops.ceil, ops.maximum, ops.minimum
-    items = maximum(items, 1e-9)
     an_sm = items * costs.programs
     work = items * costs.item_work_us + steps * (costs.step_us * costs.programs)
     # Some SMs have one program more than others: work lasts longer by the root of that ratio. What follows rounds up

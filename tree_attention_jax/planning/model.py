@@ -75,7 +75,7 @@ def launch_times(plan: TreePlan) -> list[LaunchTime]:
         costs = shapes.launches(2 * _nearest(shapes, launch.tile) + launch.tile.masked, load.masked, load.one_sided)
         memory = load.tokens * heads.token_bytes / profile.bytes_per_us
         work = (load.steps * costs.step_us + load.items * costs.item_us) * costs.programs
-        us = launch_time(profile, costs, load.steps, load.items, load.longest, memory)
+        us = launch_time(profile, costs, load.steps, max(load.items, 1e-9), load.longest, memory)
         times.append(LaunchTime(launch.tile.name(), load.items, float(work), memory, float(us)))
     if shape.partial_rows:
         memory = host.num_partials * heads.partial_bytes / profile.partial_bytes_per_us
