@@ -196,10 +196,13 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     if single:
         first = place = whose = owner
         launch += can_mask
-        written: np.ndarray = sums.rows.astype(np.float64)
+        reduction: np.ndarray = np.zeros(len(owner))
         in_all = np.maximum(walked, 1)
     else:
         written = np.bincount(owner, sums.rows)
+        reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
+        reduction += profile.launch_us
+        reduction *= written > num_rows  # some row has several segments
         usual = np.bincount(owner, ~usual) == 0
         num_kinds = 2 * len(shapes.tiles)
         key = _launch_keys(problem, shapes, owner * num_kinds + launch, can_mask, shape, walked)
@@ -214,13 +217,10 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         in_all = np.maximum(np.add.reduceat(walked, first), 1)
     blocks = Blocks(first, place, tiles, walked / tiles, rows)
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
-    has_partials = written > num_rows  # some row has several segments
-    launches = Launches(launch, masked / in_all, alone / in_all, memory, has_partials.take(whose))
+    reduced = reduction.take(whose) > 0
+    launches = Launches(launch, masked / in_all, alone / in_all, memory, reduced)
     times, limits = price(problem, shapes, launches, blocks, NO_HOPE * (1 + NEARLY) if single else np.inf)
-    reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
-    reduction += profile.launch_us
-    reduction *= has_partials
-    unusual = (~usual).tolist() if problem.heads.num_kv_heads > 1 else [True] * len(written)
+    unusual = (~usual).tolist() if problem.heads.num_kv_heads > 1 else [True] * len(reduction)
     time = _comparable((times if single else np.bincount(whose, times)) + reduction, unusual)
 
     best = sorted(range(len(time)), key=time.__getitem__)[: FINALISTS if num_rows < MANY_ROWS else 1]
@@ -281,7 +281,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     kind, top = plans.launch >> 1, table.top.take(segments)
     owner, nth = ragged_places(plans.tiles)
     of_tile = owner if len(segments) == num_launches else plans.place.take(owner)
-    first = of_tile.searchsorted(np.arange(num_launches))  # each launch's first tile
+    first = starts(of_tile)  # each launch's first tile
     step = shapes.int_queries.take(kind).take(plans.place)
     row0 = nth * step.take(owner)
     row0 += levels.row_begin.take(top).take(owner)
