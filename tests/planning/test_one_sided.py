@@ -57,6 +57,16 @@ def test_auto_leaves_the_tile_where_its_halves_idle(cell):
     assert times[0] < 1.05 * times[1]
 
 
+def test_tokens_that_no_one_sees():
+    """A subtree without queries is no work of either half, though the tile may span it."""
+    parent, kv_len = [-1, 0, -1, 0], [0, 1, 17, 22]
+    loads = [
+        launch_loads(halves_in_turns(ta.TokenTree(parent, kv_len, q_len), 16, Heads(4, 1)))
+        for q_len in ([0, 1, 1, 0], [0, 1, 1, 1])
+    ]
+    assert [load[0].one_sided > 0 for load in loads] == [False, True]
+
+
 def test_no_tile_without_halves_pays():
     plan = ta.plan_tree(ta.TokenTree.from_levels([1, 9], [64, 64]), 16, 4, 1, 64, strategy="flatten", mosaic=False)
     assert any(load.masked > 0 for load in launch_loads(plan))

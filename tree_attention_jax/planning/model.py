@@ -141,7 +141,8 @@ def _one_sided_tokens(buffer: np.ndarray, records: np.ndarray, tile: lo.TileClas
     begins = np.flatnonzero(np.diff(owner * (1 << 32) + part, prepend=-1))
     if len(begins) == 0:
         return 0.0
-    seen = [np.logical_or.reduceat(of_half, begins) for of_half in (first < middle, high > middle)]
+    anyone = first < high
+    seen = [np.logical_or.reduceat(anyone & of_half, begins) for of_half in (first < middle, high > middle)]
     busier = np.maximum(*(np.bincount(owner[begins], half, len(records)) for half in seen))
     parts = np.bincount(owner[begins], minlength=len(records))
     return float(PART * np.maximum(2 * busier - parts, 0).sum())
