@@ -77,9 +77,9 @@ def main(argv: list[str] | None = None) -> int:
         print(label)
         for kernel in kernels(text):
             wrong |= bool(kernel.serialised)
-            spilled = f"spills {kernel.spill_stores} bytes, loads {kernel.spill_loads}"
-            print(f"  {kernel.name}: {kernel.registers} registers, {spilled}{kernel.serialised and ', SERIALISED: '}"
-                  f"{kernel.serialised}")  # fmt: skip
+            serial = f", SERIALISED: {kernel.serialised}" if kernel.serialised else ""
+            spills = f"spills {kernel.spill_stores} bytes, loads {kernel.spill_loads}"
+            print(f"  {kernel.name}: {kernel.registers} registers, {spills}{serial}")
         if args.sass:
             args.sass.mkdir(parents=True, exist_ok=True)
             (args.sass / f"{number}.sass").write_text(f"{label}\n{text}")
