@@ -42,15 +42,12 @@ LAYERS = 32
 def main(root: Path = ROOT) -> int:
     results = root / "benchmarks" / "results"
     ours, named, tiles = (_load(results, name) for name in ("fasttree", "fasttree_strategies", "tiles"))
-    # In a run of its own, where it was not measured beside.
-    by_triton = [*_load(results, "fasttree_triton")["rows"], *ours["rows"]]
-    triton = {key_of(row): row["us"] for row in by_triton if _is_by_triton(row)}
     known = combined(peer_times(ours.get("peers", [])), recorded_times(_load(results, "peers")))
     readme, performance = root / "README.md", root / "docs" / "performance.md"
     drawn = plots.draw({**ours, "suite": "fasttree"}, fastest(known), root / "docs" / "pictures")
     _replace(readme, "fasttree-summary", _summary(ours, known) + _shown(drawn, "docs/pictures"))
     _replace(performance, "fasttree-summary", _summary(ours, known) + _shown(drawn, "pictures"))
-    _replace(performance, "fasttree-cells", _cells(ours, known, named, triton))
+    _replace(performance, "fasttree-cells", _cells(ours, known, named))
     _replace(performance, "tiles", _tiles(tiles))
     for suite, (title, _) in SUITES.items():
         if (results / f"{GPU}_{result_name(suite)}.json").is_file():
@@ -154,17 +151,15 @@ def _is_by_triton(row: dict[str, Any]) -> bool:
     return row["strategy"] == "auto@pallas_triton" and "failed" not in row
 
 
-def _cells(
-    ours: dict[str, Any], known: dict[tuple, list[PeerTime]], named: dict[str, Any], triton: dict[tuple, float]
-) -> str:
-    best = fastest(known)
+def _cells(ours: dict[str, Any], known: dict[tuple, list[PeerTime]], named: dict[str, Any]) -> str:
+    best, triton = fastest(known), {key_of(row): row["us"] for row in ours["rows"] if _is_by_triton(row)}
     others: dict[tuple, list] = {}
     for row in named["rows"]:
         if "us" in row and row["strategy"] != "auto":
             others.setdefault(key_of(row), []).append((row["us"], row["strategy"]))
     lines = [
         f"Microseconds a layer ({quote(ours)}). *Best named*: the fastest of the published strategies "
-        f"in our own kernels, where measured. *Triton*: `auto` without Mosaic's tiles, in a run of its own.",
+        f"in our own kernels. *Triton*: `auto` without Mosaic's tiles.",
         "",
         "| tree: nodes_tokens per level | heads | floor | auto | modelled | whole call | Triton | best named "
         "| best peer | peer / auto |",
