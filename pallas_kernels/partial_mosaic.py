@@ -122,10 +122,11 @@ def check(q: jax.Array, k: jax.Array, v: jax.Array, shape: lo.WorkShape) -> None
             f"q, K and V have dtypes {q.dtype}, {k.dtype} and {v.dtype}: the Mosaic kernel takes bfloat16 or float16, "
             f"the same for all three"
         )
-    if k.shape[0] % SMALLEST_COPY:
+    at_once = max(SMALLEST_COPY, *(launch.tile.unit for launch in shape.launches))  # masked entries are no longer
+    if k.shape[0] % at_once:
         raise NotImplementedError(
-            f"a pool of {k.shape[0]} slots: the Mosaic kernel copies {SMALLEST_COPY} slots at once, so it needs a "
-            f"multiple of that, which page sizes of 8 and more give"
+            f"a pool of {k.shape[0]} slots: the Mosaic kernel copies {at_once} slots at once for this plan, so it "
+            f"needs a multiple of that, which page sizes of 8 and more give"
         )
     for launch in shape.launches:
         geometry(shape, launch.tile)

@@ -11,7 +11,7 @@ from pallas_kernels import layout as lo
 
 # Nodes with old tokens, causal new tokens and several row tiles: plain and masked entries, partials and final rows.
 TREE = ta.TokenTree([-1, 0, 0, 1, 1, -1], [63, 33, 20, 7, 40, 9], [0, 3, 20, 1, 40, 9])
-PAGE_SIZE, HEADS = 4, Heads(4, 1)
+PAGE_SIZE, HEADS = 8, Heads(4, 1)
 
 
 def plan(strategy: str = "node_chunk") -> ta.TreePlan:

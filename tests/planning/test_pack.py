@@ -89,7 +89,8 @@ def test_the_longest_is_halved_until_there_are_enough(tokens: int, kv_heads: int
 
 def test_a_piece_of_new_tokens_takes_only_rows_that_see_it():
     # 64 tokens on pages of one, the last 16 of them new: pieces of 4 tokens, and row i is the first to see new token i.
-    tree = ta.TokenTree([-1], [64], [16])
+    # Pages side by side would be seen as larger ones.
+    tree = ta.TokenTree([-1], [64], [16], [0, 64], np.arange(64)[::-1])
     tiling = pack(make_problem(tree, page_size=1, gpu="NVIDIA A100"))
     by_token = np.argsort(tiling.begin)
     assert tiling.row_begin[by_token].tolist() == [0] * 12 + [0, 4, 8, 12]

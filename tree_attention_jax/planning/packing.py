@@ -101,7 +101,7 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         num_kv_heads=problem.heads.num_kv_heads,
         head_dim=problem.heads.head_dim,
         v_head_dim=problem.heads.v_head_dim,
-        page_size=problem.page_size,
+        page_size=problem.cache_page_size,
         launches=places.launches,
         row_capacity=row_capacity,
         rows_at=places.rows,

@@ -96,7 +96,7 @@ def _rectangles(plan: TreePlan, token_begin: np.ndarray) -> tuple[np.ndarray, ..
     tree = host.problem.tree
     node = np.repeat(np.arange(tree.num_nodes), tree.kv_len)
     place = np.full(max(host.num_pages, 1) * shape.page_size, -1, np.int64)
-    place[tree.token_slots(shape.page_size)] = token_begin[node] + ragged_arange(tree.kv_len)
+    place[tree.token_slots(host.problem.page_size)] = token_begin[node] + ragged_arange(tree.kv_len)
     walks = [walk(host.buffer, shape, index) for index in range(len(shape.launches))]
     records = np.concatenate([walked.records for walked in walks])
     first = exclusive_cumsum(np.array([len(walked.records) for walked in walks]))

@@ -12,6 +12,7 @@ import numpy as np
 
 from pallas_kernels import layout as lo
 from tree_attention_jax.planning import packing
+from tree_attention_jax.planning._larger_pages import in_larger_pages
 from tree_attention_jax.planning.buckets import Buckets
 from tree_attention_jax.planning.growth import grow
 from tree_attention_jax.planning.lowering import lower
@@ -230,16 +231,28 @@ def make_problem(
     tree.check_pages(page_size)
     if horizon:
         _check_horizon(tree, page_size, horizon)
+    layout, num_pages, cache_page_size = tree.layout, _num_pages(tree, page_size), page_size
+    tree, page_size = in_larger_pages(tree, page_size)
     return Problem(
         tree=tree,
-        layout=tree.layout,
+        layout=layout,
         page_size=page_size,
+        cache_page_size=cache_page_size,
+        num_pages=num_pages,
         heads=_heads(num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype),
         horizon=horizon,
         sliding_window=sliding_window,
         profile=profile_for(gpu),
         mosaic=mosaic,
     )
+
+
+def _num_pages(tree: TokenTree, page_size: int) -> int:
+    """Pages that the cache must have at least."""
+    indices = tree.page_indices
+    if indices is None:
+        return int(tree.page_offsets(page_size)[-1])
+    return int(indices.max()) + 1 if len(indices) else 0
 
 
 @functools.lru_cache(maxsize=64)

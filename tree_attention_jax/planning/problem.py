@@ -42,11 +42,17 @@ class Heads:
 
 @dataclass(frozen=True)
 class Problem:
-    """One planning task."""
+    """One planning task.
+
+    ``tree`` and ``page_size`` are the caller's; or, where small pages lie side by side, the same slots in larger pages
+    (:mod:`._larger_pages`). ``cache_page_size`` and ``num_pages``, pages that the cache must have at least, are not.
+    """
 
     tree: TokenTree
     layout: Layout
     page_size: int
+    cache_page_size: int
+    num_pages: int
     heads: Heads
     horizon: int
     sliding_window: int | None
@@ -57,14 +63,6 @@ class Problem:
     def first_page(self) -> np.ndarray:
         """Where each node's pages begin in the forest's page table."""
         return self.tree.page_offsets(self.page_size)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that the cache must have at least."""
-        indices = self.tree.page_indices
-        if indices is None:
-            return int(self.first_page[-1])
-        return int(indices.max()) + 1 if len(indices) else 0
 
     def slots(self, first_page: np.ndarray, place: np.ndarray) -> np.ndarray:
         """Cache slots: of each, where its node's pages begin in the table, and its place among their slots."""
