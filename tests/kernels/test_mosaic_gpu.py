@@ -59,6 +59,14 @@ def test_page_sizes(page_size: int):
     check(lay_out(ragged(), page_size, sharing=True), page_size, Heads(8, 2, 64), dtype=BF16)
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_small_pages_side_by_side(page_size: int):
+    """Which are planned as pages of 16, in a pool of whole ones."""
+    tree = TokenTree.from_levels([1, 3, 12, 156], [70, 130, 33, 19])
+    pages = -(-int(tree.page_offsets(page_size)[-1]) * page_size // 16) * 16 // page_size
+    check(tree, page_size, Heads(8, 2, 128), dtype=BF16, pages=pages, plan={"gpu": "NVIDIA H200"})
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(options: dict):
     check(lay_out(ragged(), 16, sharing=True), 16, Heads(6, 2, 64), dtype=BF16, **options)

@@ -52,6 +52,8 @@ def drafts() -> TokenTree:
 # padding rows of q; entries that begin and end within a page.
 SHARED = Case("shared", lambda: TokenTree.from_levels([1, 8], [400, 137]), Heads(16, 1, 64))
 DRAFTS = Case("drafts", drafts, Heads(4, 2, 64), padding=3)
+# Pages of a token side by side, planned as pages of 16, some of which two nodes share; 94 of them with two more slots.
+SMALL = Case("small", lambda: TokenTree.from_levels([1, 8], [398, 138]), Heads(16, 1, 64), page_size=1)
 RAGGED = Case("ragged", lambda: lay_out(ragged(), 8, sharing=True), Heads(4, 2, 128), page_size=8, padding=3)
 # Two warpgroups with masks; one head a group; a group that does not divide a warpgroup; two passes a tile.
 PREFILL = Case("prefill", lambda: lay_out(prefill(), 16, sharing=True), Heads(4, 1, 64))
@@ -122,6 +124,7 @@ else:
             pytest.param(HALVES, "halves in turns", marks=pytest.mark.slow),
             pytest.param(SCATTERED, "halves in turns", marks=pytest.mark.slow),
             pytest.param(SCATTERED, "flatten", marks=pytest.mark.slow),
+            pytest.param(SMALL, "per_node", marks=pytest.mark.slow),
             pytest.param(RAGGED, "flatten", marks=pytest.mark.slow),
             pytest.param(PREFILL, "per_node", marks=pytest.mark.slow),
             pytest.param(SINGLE, "per_node", marks=pytest.mark.slow),
