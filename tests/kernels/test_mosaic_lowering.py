@@ -9,7 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from forests import Heads, plan_for, poisoned_inputs
+from forests import Heads, lay_out, plan_for, poisoned_inputs
 from test_cuda_lowering import DTYPES, OPTIONS, an_nvidia_gpu
 
 import tree_attention_jax as ta
@@ -206,10 +206,11 @@ else:
         [
             (joined_levels, Heads(32, 8, 128), 16, True),
             (joined_levels, Heads(32, 8, 256), 16, False),
-            (joined_levels, Heads(32, 8, 128), 4, False),
+            (joined_levels, Heads(32, 8, 128), 4, True),
+            (lambda: lay_out(joined_levels(), 4), Heads(32, 8, 128), 4, False),
             (drafts, Heads(32, 8, 128), 16, False),
         ],
-        ids=["masked", "head dim", "page size", "drafts"],
+        ids=["masked", "head dim", "small pages", "small pages apart", "drafts"],
     )
     def test_which_masked_tiles_the_planner_chooses_for_mosaic(tree, heads: Heads, page_size: int, mosaic: bool):
         """On a Hopper GPU, where the kernel can run two warpgroups and copies what an entry holds."""
