@@ -85,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
             (args.sass / f"{number}.sass").write_text(f"{label}\n{text}")
     if run.returncode:
         print(run.stdout[-2000:])
+    elif "\n== " not in run.stdout:
+        parser.error(f"--only {args.only!r}: no cell of {args.suite} has that in its label")
     return wrong
 
 

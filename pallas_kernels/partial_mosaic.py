@@ -122,7 +122,7 @@ def check(q: jax.Array, k: jax.Array, v: jax.Array, shape: lo.WorkShape) -> None
             f"q, K and V have dtypes {q.dtype}, {k.dtype} and {v.dtype}: the Mosaic kernel takes bfloat16 or float16, "
             f"the same for all three"
         )
-    at_once = max(SMALLEST_COPY, *(launch.tile.unit for launch in shape.launches))  # masked entries are no longer
+    at_once = max([SMALLEST_COPY, *(launch.tile.unit for launch in shape.launches)])  # masked entries are no longer
     if k.shape[0] % at_once:
         raise NotImplementedError(
             f"a pool of {k.shape[0]} slots: the Mosaic kernel copies {at_once} slots at once for this plan, so it "

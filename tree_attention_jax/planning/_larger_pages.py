@@ -13,29 +13,31 @@ import numpy as np
 
 from pallas_kernels.layout import MAX_UNIT
 from pallas_kernels.mosaic_geometry import SMALLEST_COPY
-from tree_attention_jax._arrays import ragged_arange
+from tree_attention_jax._arrays import ceil_div, exclusive_cumsum, ragged_runs
 from tree_attention_jax.topology import TokenTree
 
 
 def in_larger_pages(tree: TokenTree, page_size: int) -> tuple[TokenTree, int]:
     """The tree over pages of ``MAX_UNIT`` slots, and that page size; both as they are where that is no gain or wrong.
 
-    Pages of 8 slots and more stay: kernels copy 8 slots at once, and a cache need not end with a larger page.
+    Pages of 8 slots and more stay: kernels copy 8 slots at once, and a cache need not end with a larger page. One with
+    smaller pages must, for Mosaic's kernels: else Triton's run what was planned for them.
     """
     if math.gcd(page_size, MAX_UNIT) >= SMALLEST_COPY:
         return tree, page_size
-    indptr, indices = tree.page_table(page_size)
-    counts = np.diff(indptr)
-    used = counts > 0
-    first = indices[indptr[:-1][used]]
-    if not np.array_equal(indices, np.repeat(first, counts[used]) + ragged_arange(counts[used])):
-        return tree, page_size
-    begin, end = np.zeros(len(counts), np.int64), np.zeros(len(counts), np.int64)
-    begin[used] = first.astype(np.int64) * page_size
-    end[used] = begin[used] + counts[used] * page_size
-    begin[used] += tree.first_slot[used]
-    first_page = begin // MAX_UNIT
-    counts = np.where(used, -(-end // MAX_UNIT) - first_page, 0)
-    pages = np.repeat(first_page, counts) + ragged_arange(counts)
-    place = np.concatenate([[0], np.cumsum(counts)])
-    return TokenTree(tree.parent, tree.kv_len, tree.q_len, place, pages, begin % MAX_UNIT), MAX_UNIT
+    indptr = tree.page_offsets(page_size)
+    first, counts = indptr[:-1], np.diff(indptr)
+    if tree.page_indices is not None:  # else a page's place in the table is its id
+        if not len(tree.page_indices):
+            return tree, page_size
+        first = tree.page_indices.take(first, mode="clip")
+        if not np.array_equal(tree.page_indices, ragged_runs(first, counts)):
+            return tree, page_size
+    begin = first.astype(np.int64) * page_size
+    end = begin + counts * page_size
+    begin += tree.first_slot
+    begin *= counts > 0
+    first = begin // MAX_UNIT
+    counts = (ceil_div(end, MAX_UNIT) - first) * (counts > 0)
+    table = exclusive_cumsum(counts), ragged_runs(first, counts)
+    return TokenTree(tree.parent, tree.kv_len, tree.q_len, *table, begin % MAX_UNIT), MAX_UNIT

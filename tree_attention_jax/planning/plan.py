@@ -152,7 +152,8 @@ def plan_tree(
 
     Args:
         tree: the forest; its page table must cover ``horizon`` more tokens in every decoding leaf.
-        page_size: tokens a page. Fewer than 8 are read as larger pages where those of each node lie side by side.
+        page_size: tokens a page. Fewer than 8 are read as pages of 16 where those of each node lie side by side; then
+            Mosaic's kernels need a cache of a multiple of 16 slots.
         num_q_heads, num_kv_heads: a multiple of each other (GQA).
         head_dim, v_head_dim: widths of K and V (``None``: the same).
         dtype: of the cache; it only informs the choice of tiles.
