@@ -8,9 +8,12 @@ Strategies are those of `plan_tree`, and three decoders on JAX's own attention (
 sequence's K/V out of the shared pages (and verifies drafts by a mask), "jax_contiguous" keeps a copy for each sequence,
 "jax_cudnn" does so and attends by cuDNN.
 
-A strategy runs its workload twice, and the second run counts: the first one compiles. Prompts are not prefilled (their
-pages hold zeros), which changes no time of decoding. The results are written after every row; with --resume, a run that
-was cut short goes on where it stopped. A row whose strategy cannot run (out of memory, no cuDNN) says why.
+A strategy runs its workload twice, and the second run counts: the first one compiles. Of processes that name one
+``--lock``, several compile at a time (each with a share of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION).
+
+Prompts are not prefilled (their pages hold zeros), which changes no time of decoding. The results are written after
+every row; with --resume, a run that was cut short goes on where it stopped. A row whose strategy cannot run (out of
+memory, no cuDNN) says why.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ def main(argv: list[str] | None = None) -> int:
                 if args.minutes and time.perf_counter() - begin > 60 * args.minutes:
                     print(f"{args.minutes:g} minutes are over: --resume goes on with {', '.join(map(str, key[:3]))}")
                     return 0
-                model = _model(model_name) if model is None else model
+                if model is None:
+                    with harness.locked(args.lock, alone=False):
+                        model = _model(model_name)
                 rows.append(dict(zip(KEY, key)) | _row(workload, model, strategy, args))
                 print(json.dumps(rows[-1]), flush=True)
                 if args.json:
@@ -73,6 +78,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--horizon", type=int, default=16, help="steps on the device between two plans")
     parser.add_argument("--implementation", help="of tree_attention")
+    parser.add_argument(
+        "--lock", type=Path, help="a file: of all processes that name it, one measures at a time, or several compile"
+    )
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--resume", action="store_true", help="keep what that file holds, measure the rest")
     parser.add_argument("--minutes", type=float, help="begin no row after so long")
@@ -100,7 +108,7 @@ def _model(name: str) -> Llama:
 def _row(workload: Workload, model: Llama, strategy: str, args: argparse.Namespace) -> dict[str, Any]:
     begin = time.perf_counter()
     workload = workload.scaled() if args.tiny else workload
-    run = decode_run.Run(workload, strategy, args.new_tokens, args.horizon, args.implementation)
+    run = decode_run.Run(workload, strategy, args.new_tokens, args.horizon, args.implementation, args.lock)
     try:
         measured = run.measure(model)
     except (RuntimeError, ValueError, NotImplementedError) as error:

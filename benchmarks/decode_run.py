@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,13 +29,17 @@ ATTENTION_LAYERS = 8  # enough to hide the launch of a call, and never in the L2
 
 @dataclass(frozen=True)
 class Run:
-    """A workload, a strategy and the sizes that both share."""
+    """A workload, a strategy and the sizes that both share.
+
+    lock: of all processes that name this file, one measures at a time, and none compiles meanwhile.
+    """
 
     workload: Workload
     strategy: str
     new_tokens: int
     horizon: int
     implementation: str | None = None
+    lock: Path | None = None
 
     @property
     def longest(self) -> int:
@@ -99,21 +104,15 @@ class Run:
         """Everything a row says of it."""
         decoder = self.decoder(model)
         trees = _remember_trees(decoder)
-        took = []
-        for _ in range(2):
-            leaves = self.prompts(decoder)
-            decoder.statistics.clear()
-            trees.clear()
-            begin = time.perf_counter()
-            steps = self.decode(decoder, leaves, self.new_tokens)
-            took.append(time.perf_counter() - begin)
-            decoder.tree.prune(decoder.tree.leaves())
-        first_seconds, seconds = took
-        total = StepStatistics.total(decoder.statistics)
-        middle = trees[len(trees) // 2]
-        attention = _unless_it_fails("attention", lambda: _attention_seconds(decoder, middle, self.implementation))
-        on_gpu = jax.default_backend() == "gpu"
-        idle = _unless_it_fails("idle time", lambda: self.idle_share(decoder)) if on_gpu else None
+        with harness.locked(self.lock, alone=False):
+            _, first_seconds = self.timed(decoder, self.tokens_at_first)
+        trees.clear()
+        with harness.locked(self.lock):
+            steps, seconds = self.timed(decoder, self.new_tokens)
+            total, middle = StepStatistics.total(decoder.statistics), trees[len(trees) // 2]
+            ours = jax.default_backend() == "gpu" and self.mode is None
+            idle = _unless_it_fails("idle time", lambda: self.idle_share(decoder)) if ours else None
+        attention = _unless_it_fails("attention", lambda: self.attention_seconds(decoder, middle))
         read, saved = total.kv_bytes_read, total.kv_bytes_saved
         if self.reads_apart:
             read, saved = read + saved, 0
@@ -137,6 +136,23 @@ class Run:
             "kv_gb_saved": round(saved / 1e9, 4),
         }
 
+    @property
+    def tokens_at_first(self) -> int:
+        """Of the run that compiles. JAX's own attention always has the longest shapes: it meets all in a few blocks."""
+        if self.mode in ("paths", "contiguous") and self.workload.kind == "generate":
+            return min(self.new_tokens, 2 * self.horizon + (self.new_tokens - 1) % self.horizon + 1)
+        return self.new_tokens
+
+    def timed(self, decoder: TreeDecoder, new_tokens: int) -> tuple[int, float]:
+        """Steps of a run of so many new tokens, and its seconds. Leaves no sequence behind."""
+        leaves = self.prompts(decoder)
+        decoder.statistics.clear()
+        begin = time.perf_counter()
+        steps = self.decode(decoder, leaves, new_tokens)
+        seconds = time.perf_counter() - begin
+        decoder.tree.prune(decoder.tree.leaves())
+        return steps, seconds
+
     def idle_share(self, decoder: TreeDecoder) -> float:
         """Share of a step's time in which no kernel runs, over the first blocks of a run.
 
@@ -144,17 +160,28 @@ class Run:
         XLA runs no CUDA graphs, so the gaps between kernels are longer than a run's.
         """
         few = min(self.new_tokens, 4 * self.horizon + 1)
+        _, seconds = self.timed(decoder, few)
+        return max(0.0, 1 - traces.record(lambda: self.timed(decoder, few)).busy_us() / 1e6 / seconds)
 
-        def run() -> float:
-            leaves = self.prompts(decoder)
-            begin = time.perf_counter()
-            self.decode(decoder, leaves, few)
-            seconds = time.perf_counter() - begin
-            decoder.tree.prune(decoder.tree.leaves())
-            return seconds
+    def attention_seconds(self, decoder: TreeDecoder, tree: ta.TokenTree) -> float:
+        """Attention alone over all layers of a step on ``tree``, called back to back."""
+        plan, config = decoder.plan(tree), decoder.model.config
+        q = jnp.ones((plan.query_capacity, config.num_q_heads, config.head_dim), decoder.model.dtype)
+        if isinstance(decoder, PlainDecoder):
+            own = decoder.model.implementation
 
-        seconds = run()
-        return max(0.0, 1 - traces.record(run).busy_us() / 1e6 / seconds)
+            def attend(q: Any, k: Any, v: Any, plan: Any) -> jax.Array:
+                return plan.attend(q, k, v, own)
+        else:
+            attend = partial(ta.tree_attention, implementation=self.implementation)
+        layers = min(config.num_layers, ATTENTION_LAYERS)
+        inputs = (q, list(decoder.k_pages[:layers]), list(decoder.v_pages[:layers]), plan)
+        with harness.locked(self.lock, alone=False):
+            run = harness.feeding_back(harness.fed_back(attend, *inputs).compile(), *inputs)
+        in_call = layers * harness.turns(layers)
+        with harness.locked(self.lock):
+            us = harness.wall_time_of(run, jax.block_until_ready, in_call, calls=8)
+        return us / 1e6 * config.num_layers
 
 
 def _unless_it_fails(name: str, measure: Callable[[], float]) -> float | None:
@@ -197,20 +224,3 @@ def _remember_trees(decoder: TreeDecoder) -> list[Any]:
 
     decoder.plan = remembering  # type: ignore[method-assign]
     return trees
-
-
-def _attention_seconds(decoder: TreeDecoder, tree: ta.TokenTree, implementation: str | None) -> float:
-    """Attention alone over all layers of a step on `tree`, called back to back."""
-    plan, config = decoder.plan(tree), decoder.model.config
-    q = jnp.ones((plan.query_capacity, config.num_q_heads, config.head_dim), decoder.model.dtype)
-    if isinstance(decoder, PlainDecoder):
-        own = decoder.model.implementation
-
-        def attend(q: Any, k: Any, v: Any, plan: Any) -> jax.Array:
-            return plan.attend(q, k, v, own)
-    else:
-        attend = partial(ta.tree_attention, implementation=implementation)
-    layers = min(config.num_layers, ATTENTION_LAYERS)
-    inputs = (q, list(decoder.k_pages[:layers]), list(decoder.v_pages[:layers]), plan)
-    run = harness.feeding_back(harness.fed_back(attend, *inputs).compile(), *inputs)
-    return harness.wall_time_of(run, jax.block_until_ready, layers, calls=8) / 1e6 * config.num_layers

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ from tree_attention_jax.reference import dense_tree_attention
 # More than the L2 of any GPU we know (H200: 60 MB) by enough that no layer's K/V survives to its next turn.
 COLD_BYTES = 400e6
 MAX_LAYERS = 24
+# A call as a decoder makes it is over so many layers at least. One CUDA graph begins some 15 us after the last, which
+# over three layers would be 5 us each.
+WHOLE_CALL_LAYERS = 32
 
 
 @dataclass
@@ -84,16 +89,24 @@ def over_layers(attend: Callable) -> Callable:
     return jax.jit(run)
 
 
+def turns(layers: int) -> int:
+    """How often a whole call goes through K/V of so many layers."""
+    return -(-WHOLE_CALL_LAYERS // layers)
+
+
 def fed_back(attend: Callable, *data: Any) -> Any:
     """Lowered ``f(q, ks, vs, *rest)``: each layer attends with what the last one returned, and q is donated.
 
     That is how a decoder calls it: activations stay where they are, so XLA launches one CUDA graph again and again.
-    Results of :func:`over_layers` lie elsewhere each time, and the graph is updated before it can run.
+    Results of :func:`over_layers` lie elsewhere each time, and the graph is updated before it can run. The layers are
+    gone through :func:`turns` times.
     """
+    attend = jax.jit(attend)  # traced once, not once a layer
 
     def run(q, ks, vs, *rest):
-        for k, v in zip(ks, vs):
-            q = attend(q, k, v, *rest)
+        for _ in range(turns(len(ks))):
+            for k, v in zip(ks, vs):
+                q = attend(q, k, v, *rest)
         return q
 
     return jax.jit(run, donate_argnums=0).lower(*data)
@@ -181,6 +194,20 @@ def wall_time_of(
         wait(out)
         samples.append((time.perf_counter() - begin) * 1e6 / layers / calls)
     return statistics.median(samples)
+
+
+@contextmanager
+def locked(path: Path | None, alone: bool = True) -> Iterator[None]:
+    """While no other process is, by the lock of a file; not ``alone``: while no other one is alone.
+
+    It goes with the process, however that ends. None: at once.
+    """
+    if path is None:
+        yield
+        return
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def sampled_error(out: Any, data: LayerData, tree: TokenTree, page_size: int = 16, samples: int = 12) -> float:

@@ -17,15 +17,14 @@ after the other measures.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -81,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             job.exception()  # whole calls are timed on an idle host
         if args.lock:
             progress("waiting for the GPU")
-            stack.enter_context(_alone(args.lock))
+            stack.enter_context(harness.locked(args.lock))
         if jax.default_backend() == "gpu":
             report["copy_bytes_per_us"] = round(harness.copy_rate())
         for cell, cell_jobs in zip(chosen, jobs):
@@ -158,14 +157,6 @@ def _start(args: argparse.Namespace, path: Path | None) -> dict[str, Any]:
         return report
     before = json.loads(path.read_text())
     return {**report, "rows": before["rows"], "peers": before.get("peers", [])}
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """While no other process is, by the lock of a file; it goes with the process, however that ends."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _compile(cell: Cell, strategy: str, wall: bool) -> tuple[ta.TreePlan, Any, float, Any]:
@@ -259,7 +250,8 @@ def _measure_ours(
         row |= {"items": list(plan.host.num_items), "partials": plan.host.num_partials}
     if args.wall:
         run = harness.feeding_back(whole, *arguments)
-        row["wall_us"] = round(harness.wall_time_of(run, jax.block_until_ready, data.layers), 2)
+        whole_layers = data.layers * harness.turns(data.layers)
+        row["wall_us"] = round(harness.wall_time_of(run, jax.block_until_ready, whole_layers), 2)
     return _checked(row)
 
 
@@ -291,11 +283,13 @@ def _measure_peer(inputs: Inputs, wanted: Wanted, peer: Peer, args: argparse.Nam
 def _wall_of_peer(ready: Any) -> dict[str, Any]:
     if ready.capture is None:
         return {"wall_us": round(harness.wall_time_of(ready.run, ready.wait, ready.layers), 2)}
+    turns = harness.turns(ready.layers)
     try:
-        run, how = ready.capture(), {}
+        run = ready.capture(turns)
     except Exception as error:
-        run, how = ready.run, {"not_captured": _reason(error)}
-    return {"wall_us": round(harness.wall_time_of(run, ready.wait, ready.layers), 2), **how}
+        alone = round(harness.wall_time_of(ready.run, ready.wait, ready.layers), 2)
+        return {"wall_us": alone, "not_captured": _reason(error)}
+    return {"wall_us": round(harness.wall_time_of(run, ready.wait, turns * ready.layers), 2)}
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:

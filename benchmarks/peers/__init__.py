@@ -41,7 +41,7 @@ class Ready:
         wait: until what ``run`` returned has been computed.
         output: what ``run`` returned -> the first layer's output, float32 [Q, Hq, D] in the tree's query order.
         layers: how many ``run`` goes through.
-        capture: the same as one CUDA graph whose buffers stay where they are, or None where ``run`` is that.
+        capture: so many runs as one CUDA graph whose buffers stay where they are, or None where ``run`` is that.
         note: how it was called, for whoever reads the numbers.
     """
 
@@ -49,7 +49,7 @@ class Ready:
     wait: Callable[[Any], Any]
     output: Callable[[Any], np.ndarray]
     layers: int
-    capture: Callable[[], Callable[[], Any]] | None = None
+    capture: Callable[[int], Callable[[], Any]] | None = None
     note: str = ""
 
 

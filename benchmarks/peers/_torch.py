@@ -58,11 +58,11 @@ def ready(attend: Callable[[int], Any], inputs: Inputs, note: str = "") -> Ready
         torch.cuda.synchronize()
         return out[0].float().cpu().numpy()
 
-    return Ready(run, wait, output, layers, lambda: capture(run), note)
+    return Ready(run, wait, output, layers, lambda turns: capture(run, turns), note)
 
 
-def capture(run: Callable[[], Any]) -> Callable[[], Any]:
-    """``run`` as one CUDA graph: what replays it."""
+def capture(run: Callable[[], Any], turns: int) -> Callable[[], Any]:
+    """``run``, so many times, as one CUDA graph: what replays it."""
     torch = load_torch()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -74,7 +74,7 @@ def capture(run: Callable[[], Any]) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     # JAX's threads call CUDA too: only what this thread does must be capturable.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        kept = run()
+        kept = [run() for _ in range(turns)]
 
     def replay() -> Any:
         graph.replay()

@@ -124,11 +124,11 @@ class JaxPaged:
 
 def _compiled(
     attend: Callable[..., Any], q: Any, ks: list[Any], vs: list[Any], *rest: Any
-) -> tuple[Callable[[], Any], Callable[[], Callable[[], Any]]]:
+) -> tuple[Callable[[], Any], Callable[[int], Callable[[], Any]]]:
     """A call over all layers, and what makes the one to time as a whole."""
     compiled = harness.over_layers(attend).lower(q, ks, vs, *rest).compile()
 
-    def chained() -> Callable[[], Any]:
+    def chained(_: int) -> Callable[[], Any]:  # as often as `fed_back` says
         whole = harness.fed_back(attend, q, ks, vs, *rest).compile()
         return harness.feeding_back(whole, q, ks, vs, *rest)
 

@@ -9,6 +9,7 @@ import threading
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -54,6 +55,19 @@ class Failing:
         raise ZeroDivisionError("in its planner")
 
 
+@pytest.mark.parametrize("layers", [1, 3, 24, 32, 40])
+def test_a_whole_call_goes_through_all_layers_equally_often(layers):
+    ks, vs = [jnp.float32(1)] * layers, [jnp.float32(2**-10 * i) for i in range(layers)]
+    q = jnp.float32(0)
+    whole = harness.fed_back(lambda q, k, v: q + k + v, q, ks, vs).compile()
+    run = harness.feeding_back(whole, q, ks, vs)
+    turns = harness.turns(layers)
+    once = sum(float(k + v) for k, v in zip(ks, vs))
+    assert float(run()) == turns * once
+    assert float(run()) == 2 * turns * once  # its own last result
+    assert harness.WHOLE_CALL_LAYERS <= turns * layers < harness.WHOLE_CALL_LAYERS + layers
+
+
 class Captured(Oracle):
     """Its graph cannot be captured."""
 
@@ -62,7 +76,7 @@ class Captured(Oracle):
     def prepare(self, inputs):
         ready = super().prepare(inputs)
 
-        def capture():
+        def capture(turns):
             raise RuntimeError("an operation that no graph takes")
 
         return Ready(ready.run, ready.wait, ready.output, ready.layers, capture)
