@@ -24,6 +24,7 @@ from tree_attention_jax.cache import PagePool, RadixCache, SequenceTree, move_sl
 from tree_attention_jax.cache._checks import as_tokens, check_range
 from tree_attention_jax.planning import Buckets, TreePlan, plan_tree
 from tree_attention_jax.search.controller import Decision, Hypothesis
+from tree_attention_jax.search.flat_model import Flattened
 from tree_attention_jax.search.loops.sampling import Sampling
 from tree_attention_jax.search.step_statistics import StepStatistics, kv_tokens
 from tree_attention_jax.topology import TokenTree
@@ -40,6 +41,7 @@ class TreeDecoder:
     """Decodes the trees of any number of requests with one model.
 
     Attributes:
+        model: as given. Weights may change between two calls; after putting other modules into it, set it again.
         tree: the live trees; fork, append to and prune its leaves between two calls as you like.
         k_pages, v_pages: one array a layer, [num_pages, page_size, num_kv_heads, head_dim]. Every call donates them
             and puts new ones here.
@@ -73,7 +75,8 @@ class TreeDecoder:
 
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
-        self.model, self.page_size, self.prefill_chunk = model, page_size, prefill_chunk
+        self.page_size, self.prefill_chunk = page_size, prefill_chunk
+        self.model = model
         self.strategy, self.on_step = strategy, on_step
         self.implementation = (
             implementation if implementation is None or isinstance(implementation, str) else (tuple(implementation))
@@ -84,6 +87,14 @@ class TreeDecoder:
         self.k_pages, self.v_pages = allocate_pages(model.config, num_pages, page_size, model.dtype)
         self.statistics: list[StepStatistics] = []
         self._last_ready = 0.0
+
+    @property
+    def model(self) -> Any:
+        return self._flattened.model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._flattened = Flattened(model)
 
     # ------------------------------------------------------------------ one call of the model
 
@@ -290,9 +301,10 @@ class TreeDecoder:
         logit_rows[: rows.size] = rows
         # The model compiles one layer for all. As one program a step costs a GPU fewer launches; a CPU would compile
         # for longer than it saves.
-        step = _whole_step if jax.default_backend() == "gpu" else _step
+        on_gpu = jax.default_backend() == "gpu"
+        step, model = (_whole_step, self._flattened.now()) if on_gpu else (_step, self.model)
         logits, self.k_pages, self.v_pages = step(
-            self.model, token_ids, self.k_pages, self.v_pages, plan, logit_rows, implementation=self.implementation
+            model, token_ids, self.k_pages, self.v_pages, plan, logit_rows, implementation=self.implementation
         )
         return logits
 

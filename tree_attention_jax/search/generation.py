@@ -161,7 +161,7 @@ class _Run:
             planning = time.perf_counter() - begin
         dispatched = time.perf_counter()
         block, self.rows, decoder.k_pages, decoder.v_pages = sample_block(
-            decoder.model,
+            decoder._flattened.now(),
             decoder.k_pages,
             decoder.v_pages,
             now.plan,
