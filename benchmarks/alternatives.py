@@ -4,9 +4,9 @@
     python -m benchmarks.alternatives --halves --json
 
 For every cell of FastTree's suite (but trees that are nearly the same), of the suite ``odd``, and of sequences that
-share nothing: ``auto``'s plan, its plans where it may use one tile shape only, and its plans where partials cost a
-quarter or four times as much. ``benchmarks/fit.py`` reads the result. The table shows where another plan than the
-chosen one was the fastest.
+share nothing: ``auto``'s plan, its plans where it may use one tile shape only, and all of these where partials cost a
+quarter, and ``auto``'s where they cost four times as much. ``benchmarks/fit.py`` reads the result. The table shows
+where another plan than the chosen one was the fastest.
 
 ``--halves``: plans of Mosaic's tile alone for trees of which its two halves do not see as much as each other (the
 suites ``odd``, ``decode`` and ``shared``). ``benchmarks/fit.py`` shows how well the model meets them.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ PAGE_SIZE = 16
 TREES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11)
 # No use in measuring what should take so many times as long as the choice.
 HOPELESS = 1.7
+PARTIAL_RATES = ("write_bytes_per_us", "read_bytes_per_us", "far_bytes_per_us")
 
 
 Profiles = Callable[[Problem], Iterator[tuple[str, GpuProfile]]]
@@ -66,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     chosen = [*cells("odd"), *cells("decode"), *cells("shared")] if args.halves else _fitted_cells()
     found = [one for cell in chosen for one in alternatives(cell, profiles)]
     report: dict[str, Any] = {"environment": harness.environment(), "launches": [], "reductions": []}
-    with ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [pool.submit(_compile, one) for one in found]
         cell, times = None, {}
         for one, job in zip(found, jobs):
@@ -110,19 +112,27 @@ def alternatives(cell: Cell, profiles: Profiles | None = None, gpu: str | None =
 def _profiles(problem: Problem) -> Iterator[tuple[str, GpuProfile]]:
     profile, mosaic = problem.profile, suits_mosaic(problem.heads, problem.unit)
     yield "auto", profile
-    yield "cheap partials", replace(profile, partial_bytes_per_us=4 * profile.partial_bytes_per_us)
-    yield "dear partials", replace(profile, partial_bytes_per_us=profile.partial_bytes_per_us / 4)
+    yield "cheap partials", _other_partials(profile, 0.25)
+    yield "dear partials", _other_partials(profile, 4)
     for tile in profile.tiles:
         if tile.block_kv >= 32 and (mosaic or not tile.mosaic):
-            kernel = "mosaic" if tile.mosaic else f"w{tile.warps}"
-            yield f"r{tile.rows}k{tile.block_kv}{kernel}", replace(profile, tiles=(tile,))
+            kernel, alone = "mosaic" if tile.mosaic else f"w{tile.warps}", replace(profile, tiles=(tile,))
+            yield f"r{tile.rows}k{tile.block_kv}{kernel}", alone
+            yield f"r{tile.rows}k{tile.block_kv}{kernel}, cheap partials", _other_partials(alone, 0.25)
 
 
 def _mosaic_profiles(problem: Problem) -> Iterator[tuple[str, GpuProfile]]:
     profile = problem.profile
     alone = replace(profile, tiles=tuple(tile for tile in profile.tiles if tile.mosaic))
     yield "mosaic", alone
-    yield "mosaic, dear partials", replace(alone, partial_bytes_per_us=profile.partial_bytes_per_us / 4)
+    yield "mosaic, dear partials", _other_partials(alone, 4)
+
+
+def _other_partials(profile: GpuProfile, price: float) -> GpuProfile:
+    """Where they, and their reduction's launch, cost so many times as much."""
+    rates = {name: getattr(profile.reduction, name) / price for name in PARTIAL_RATES}
+    reduction = replace(profile.reduction, **rates, launch_us=price * profile.reduction.launch_us)
+    return replace(profile, partial_bytes_per_us=profile.partial_bytes_per_us / price, reduction=reduction)
 
 
 def _compile(one: Alternative) -> tuple[Any, int]:
@@ -158,8 +168,8 @@ def _record(report: dict[str, Any], one: Alternative, kernels: dict[str, float])
     for name, us in kernels.items():
         if "reduce" in name:
             counts = {"partials": plan.host.num_partials, "queries": plan.host.num_queries}
-            row = {"heads": list(one.cell.heads), "us": round(us, 3), **counts, "block": plan.shape.reduce_block}
-            report["reductions"].append(row)
+            named = {"tree": one.cell.name, "heads": list(one.cell.heads), "variant": one.name}
+            report["reductions"].append({**named, "us": round(us, 3), **counts, "block": plan.shape.reduce_block})
 
 
 def _show(cell: Cell | None, times: dict[str, tuple[float, float]]) -> None:

@@ -8,6 +8,8 @@ squares of the logarithms of the times in ``benchmarks/results/h200_alternatives
 penalty for every constant that moves by more than about a quarter. GPUs that nobody has measured get the H200's
 constants scaled by the datasheets' ratios.
 
+The reductions of the same plans are fitted likewise. Shown, too, is what the profile would choose among those plans.
+
 What it costs that only one half of a Mosaic tile works (``cost.ONE_SIDED``) is not fitted with the rest: shown is how
 well the profile in use meets ``h200_halves.json`` with it and with other values.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,9 @@ from scipy.optimize import least_squares
 from tree_attention_jax.planning import cost
 from tree_attention_jax.planning.cost import launch_time, shape_table
 from tree_attention_jax.planning.plan import make_problem
-from tree_attention_jax.planning.profile import GpuProfile, TileCost, profile_for
+from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.profile import GpuProfile, ReductionCost, TileCost, profile_for
+from tree_attention_jax.planning.reduction import reduction_of
 from tree_attention_jax.topology import TokenTree
 
 RESULTS = Path(__file__).parent / "results"
@@ -59,6 +64,18 @@ MOSAIC_COSTS = {
 MASKED_LATENCY = 1.5
 RATES = {"bytes_per_us": 4.3e6, "l2_bytes_per_us": 6.3e6}
 KNOWN: dict[str, Any] = {"name": "NVIDIA H200", "num_sms": 132, "partial_bytes_per_us": 3.7e6, "launch_us": 3.0}
+# Where the fit of reductions begins. How fast partials are written, and how many the L2 holds, stays as it is: that is
+# what the launches that write them, and the longest reductions, are met best with.
+REDUCTION = ReductionCost(
+    launch_us=2.5,
+    row_us=2e-4,
+    write_bytes_per_us=7.4e6,
+    read_bytes_per_us=1e7,
+    near_bytes=17e6,
+    far_bytes_per_us=3e6,
+    round_us=1.0,
+)
+FITTED = ("launch_us", "row_us", "read_bytes_per_us", "far_bytes_per_us", "round_us")
 # Standard deviations, of logarithms: of a launch's time, and of how far a constant may be from where it begins.
 TIME_ERROR, CONSTANT_ERROR = 0.08, 0.25
 # From datasheets: SMs, device memory, L2 (both relative), and how much longer an SM takes for the same work.
@@ -81,6 +98,10 @@ def main(argv: list[str] | None = None) -> int:
     tiles = json.loads((RESULTS / "h200_tiles.json").read_text())["tiles"]
     measured = json.loads((RESULTS / "h200_alternatives.json").read_text())
     begin, launches = first_guess(tiles, measured["environment"]), measured["launches"]
+    reduction = fit_reduction(measured["reductions"])
+    begin = replace(begin, reduction=reduction)
+    error = np.sqrt(np.mean(np.square(reduction_errors(begin, measured["reductions"]))))
+    print(f"reductions: {error:.3f}, {len(measured['reductions'])} of them; {reduction}")
     found = fit(begin, launches)
     for profile, what in ((begin, "calibrated"), (found, "fitted")):
         error = np.sqrt(np.mean(np.square(errors(profile, launches))))
@@ -89,6 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         changes = [f"{name[:-3]} {getattr(before, name):.3f} to {getattr(after, name):.3f}" for name in COSTS]
         kernel = "Mosaic" if after.mosaic else f"{after.warps} warps"
         print(f"{after.rows} x {after.block_kv}, {kernel}: {', '.join(changes)}")
+    show_choices(found, measured)
     show_one_sided(json.loads((RESULTS / "h200_halves.json").read_text())["launches"])
     if args.leave_out:
         error = np.sqrt(np.mean(np.square(left_out(begin, launches))))
@@ -98,6 +120,33 @@ def main(argv: list[str] | None = None) -> int:
         for file, (name, sms, memory, l2, slower) in SCALED.items():
             _write(file, scaled(found, name, sms, memory, l2, slower))
     return 0
+
+
+def show_choices(profile: GpuProfile, measured: dict[str, list[dict[str, Any]]]) -> None:
+    """How far the plan that the profile would choose, of those measured for a tree, is from the fastest of them."""
+    ratios = [(us / best, name) for name, us, best in choices(profile, measured)]
+    logs = np.log([ratio for ratio, _ in ratios])
+    worst, where = max(ratios)
+    print(
+        f"chosen among the plans measured: {np.exp(logs.mean()):.3f} times the fastest (geometric mean), {worst:.2f} "
+        f"at worst ({where}), of {len(ratios)} trees and heads"
+    )
+
+
+def choices(profile: GpuProfile, measured: dict[str, list[dict[str, Any]]]) -> list[tuple[str, float, float]]:
+    """Of each tree and heads: its name, the time of the plan chosen, and that of the fastest one measured."""
+    plans: dict[str, dict[str, np.ndarray]] = {}
+    for kind, found in (("launches", errors), ("reductions", reduction_errors)):
+        rows = measured[kind]
+        for row, error in zip(rows, found(profile, rows)):
+            cell = "{} {}/{}".format(row["tree"], *row["heads"])
+            times = plans.setdefault(cell, {}).setdefault(row["variant"], np.zeros(2))
+            times += row["us"], row["us"] * np.exp(error)
+    out = []
+    for cell, variants in plans.items():
+        us, modelled = np.array(list(variants.values())).T
+        out.append((cell, float(us[modelled.argmin()]), float(us.min())))
+    return out
 
 
 def show_one_sided(launches: list[dict[str, Any]]) -> None:
@@ -126,7 +175,39 @@ def first_guess(tiles: list[dict[str, Any]], environment: dict[str, str]) -> Gpu
         costs.append(TileCost(**{**tile, **latency}))
     costs.append(TileCost(*MOSAIC_SHAPE, **MOSAIC_COSTS, mosaic=True))
     source = f"fitted: benchmarks/fit.py, jax {environment['jax']}, {environment['date']}"
-    return GpuProfile(**KNOWN, **RATES, source=source, tiles=tuple(costs))
+    return GpuProfile(**KNOWN, **RATES, source=source, reduction=REDUCTION, tiles=tuple(costs))
+
+
+def fit_reduction(reductions: list[dict[str, Any]]) -> ReductionCost:
+    start = np.log([getattr(REDUCTION, name) for name in FITTED])
+    profile = profile_for(KNOWN["name"])
+
+    def cost_of(logs: np.ndarray) -> ReductionCost:
+        return replace(REDUCTION, **dict(zip(FITTED, np.exp(logs).tolist())))
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        missed = reduction_errors(replace(profile, reduction=cost_of(logs)), reductions)
+        return np.concatenate([missed / TIME_ERROR, (logs - start) / CONSTANT_ERROR])
+
+    found = cost_of(least_squares(residuals, start, loss="soft_l1").x)
+    return replace(found, **{name: float(f"{getattr(found, name):.2g}") for name in FITTED})
+
+
+def reduction_errors(profile: GpuProfile, reductions: list[dict[str, Any]]) -> np.ndarray:
+    """log(modelled / measured) of each reduction, without the writing of its partials."""
+    out = np.empty(len(reductions))
+    for index, row in enumerate(reductions):
+        problem = _problem(profile, row["heads"], row["queries"])
+        cost = reduction_of(problem)
+        us = cost.time(np.array(row["partials"])) - row["partials"] * cost.write_us
+        out[index] = np.log(us / row["us"])
+    return out
+
+
+def _problem(profile: GpuProfile, heads: Sequence[int], queries: int = 1) -> Problem:
+    """Of so many queries."""
+    problem = make_problem(TokenTree([-1], [queries], [queries]), 16, *heads, 128, gpu=KNOWN["name"])
+    return replace(problem, profile=profile)
 
 
 def fit(begin: GpuProfile, launches: list[dict[str, Any]]) -> GpuProfile:
@@ -162,8 +243,7 @@ def errors(profile: GpuProfile, launches: list[dict[str, Any]]) -> np.ndarray:
     for index, row in enumerate(launches):
         of_heads.setdefault(tuple(row["heads"]), []).append(index)
     for heads, indices in of_heads.items():
-        problem = make_problem(TokenTree([-1], [1]), 16, *heads, 128, gpu="NVIDIA H200")
-        problem = replace(problem, profile=profile)
+        problem = _problem(profile, heads)
         shapes = shape_table(profile, problem.heads, problem.unit, problem.unit)  # all, whatever JAX this is
         place = {(t.rows, t.block_kv, t.warps, t.stages, t.mosaic): i for i, t in enumerate(shapes.tiles)}
         rows = [launches[i] for i in indices]
@@ -175,8 +255,7 @@ def errors(profile: GpuProfile, launches: list[dict[str, Any]]) -> np.ndarray:
         costs = shapes.launches(launch, column("masked"), column("one_sided"))
         memory = column("tokens") * problem.heads.token_bytes / profile.bytes_per_us
         us = launch_time(profile, costs, column("steps"), column("items"), column("longest"), memory)
-        # The model prices a partial once, with the reduction: half of that is this launch writing it.
-        us += column("partials") * problem.heads.partial_bytes / 2 / profile.partial_bytes_per_us
+        us += column("partials") * reduction_of(problem).write_us  # which the model adds to the reduction
         out[indices] = np.log(us / column("us"))
     return out
 
@@ -189,6 +268,7 @@ def scaled(profile: GpuProfile, name: str, sms: int, memory: float, l2: float, s
         for tile in profile.tiles
         if ("H100" in name if tile.mosaic else (tile.rows, tile.block_kv, tile.warps, tile.stages) in SCALED_SHAPES)
     ]
+    reduction = profile.reduction
     return replace(
         profile,
         name=name,
@@ -197,6 +277,13 @@ def scaled(profile: GpuProfile, name: str, sms: int, memory: float, l2: float, s
         bytes_per_us=round(profile.bytes_per_us * memory, -4),
         l2_bytes_per_us=round(profile.l2_bytes_per_us * l2, -4),
         partial_bytes_per_us=round(profile.partial_bytes_per_us * memory, -4),
+        reduction=replace(
+            reduction,
+            row_us=float(f"{reduction.row_us * slower:.2g}"),
+            write_bytes_per_us=float(f"{reduction.write_bytes_per_us * l2:.2g}"),
+            read_bytes_per_us=float(f"{reduction.read_bytes_per_us * l2:.2g}"),
+            far_bytes_per_us=float(f"{reduction.far_bytes_per_us * memory:.2g}"),
+        ),
         tiles=tuple(tiles),
     )
 

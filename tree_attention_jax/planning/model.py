@@ -12,6 +12,7 @@ from pallas_kernels import layout as lo
 from pallas_kernels.mosaic_geometry import PART
 from tree_attention_jax.planning.cost import ShapeTable, launch_time, shapes_for
 from tree_attention_jax.planning.plan import HostView, TreePlan
+from tree_attention_jax.planning.reduction import reduction_of
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def launch_times(plan: TreePlan) -> list[LaunchTime]:
         times.append(LaunchTime(launch.tile.name(), load.items, float(work), memory, float(us)))
     if shape.partial_rows:
         memory = host.num_partials * heads.partial_bytes / profile.partial_bytes_per_us
-        times.append(LaunchTime("reduce", host.num_queries, 0.0, memory, memory + profile.launch_us))
+        us = reduction_of(host.problem).time(np.array(host.num_partials))
+        times.append(LaunchTime("reduce", host.num_queries, 0.0, memory, float(us)))
     return times
 
 

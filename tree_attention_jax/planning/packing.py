@@ -12,12 +12,8 @@ from tree_attention_jax.planning.buckets import FEW_LAUNCHES, Buckets
 from tree_attention_jax.planning.growth import ENTRIES, growth_records
 from tree_attention_jax.planning.lowering import Items
 from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.reduction import reduce_block
 from tree_attention_jax.planning.tiles import resident_programs
-
-# Partials merged at a time: most queries have a few; of a long split context there are many.
-FEW_PARTIALS, MANY_PARTIALS = 4, 16
-# With more on average, or of so few queries, many at a time are faster; else up to twice as slow.
-FEW_ON_AVERAGE, FEW_QUERIES = 8, 64
 
 
 class Packed(NamedTuple):
@@ -108,19 +104,11 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         positions_at=places.positions,
         slots_at=places.slots,
         reduce_at=places.reduce,
-        reduce_block=_reduce_block(problem.layout.num_rows, num_partials, reduce_ptr),
+        reduce_block=reduce_block(problem.layout.num_rows, num_partials, np.count_nonzero(np.diff(reduce_ptr))),
         partial_rows=partial_rows,
         buffer_size=size,
     )
     return Packed(buffer, shape, tuple(launch_counts.tolist()), num_partials)
-
-
-def _reduce_block(num_rows: int, num_partials: int, reduce_ptr: np.ndarray) -> int:
-    """Partials that the reduction merges at a time."""
-    if num_rows <= FEW_QUERIES:
-        return MANY_PARTIALS
-    many = num_partials and num_partials > FEW_ON_AVERAGE * np.count_nonzero(np.diff(reduce_ptr))
-    return MANY_PARTIALS if many else FEW_PARTIALS
 
 
 def _launches(problem: Problem, items: Items, counts: list[int], buckets: Buckets, few: bool) -> tuple[lo.Launch, ...]:

@@ -39,6 +39,27 @@ class TileCost:
     mosaic: bool = False
 
 
+@dataclass(frozen=True)
+class ReductionCost:
+    """What partials cost; microseconds, and bytes (float32) a microsecond.
+
+    Attributes:
+        launch_us: of the reduction's launch. row_us: of each query's output in one head.
+        write_bytes_per_us: rate at which launches write partials, beside what else they do.
+        read_bytes_per_us: rate at which the reduction reads them out of the L2, which holds the first ``near_bytes``;
+            ``far_bytes_per_us``: rate at which it reads the others.
+        round_us: of each round of loads after the first, if a query has more partials than are merged at a time.
+    """
+
+    launch_us: float
+    row_us: float
+    write_bytes_per_us: float
+    read_bytes_per_us: float
+    near_bytes: float
+    far_bytes_per_us: float
+    round_us: float
+
+
 @dataclass(frozen=True, eq=False)  # compared, and hashed, by identity: there is one of each
 class GpuProfile:
     """Constants of the cost model.
@@ -50,7 +71,9 @@ class GpuProfile:
         num_sms: streaming multiprocessors.
         bytes_per_us: rate at which the kernels read device memory.
         l2_bytes_per_us: rate at which many programs read K/V that others have read: the L2.
-        partial_bytes_per_us: rate at which partials are written, and read again by the reduction.
+        partial_bytes_per_us: rate at which partials are written, and read again by the reduction, where they are many:
+            what the dynamic programme takes them for.
+        reduction: what they cost as a whole.
         launch_us: time that one more launch costs, beside its work.
         tiles: tile shapes to choose from, narrow to wide.
     """
@@ -62,6 +85,7 @@ class GpuProfile:
     l2_bytes_per_us: float
     partial_bytes_per_us: float
     launch_us: float
+    reduction: ReductionCost
     tiles: tuple[TileCost, ...]
 
 
@@ -73,7 +97,8 @@ def load_profiles() -> dict[str, GpuProfile]:
         if path.name.endswith(".json"):
             data = json.loads(path.read_text())
             tiles = tuple(TileCost(**tile) for tile in data.pop("tiles"))
-            profile = GpuProfile(**data, tiles=tiles)
+            reduction = ReductionCost(**data.pop("reduction"))
+            profile = GpuProfile(**data, reduction=reduction, tiles=tiles)
             found[profile.name] = profile
     return found
 

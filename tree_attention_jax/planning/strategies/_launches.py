@@ -17,6 +17,7 @@ import numpy as np
 from tree_attention_jax._arrays import any_of
 from tree_attention_jax.planning.cost import NUMBERS, LaunchCosts, ShapeTable, launch_time, least_time
 from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.reduction import reduction_of
 
 MIN_TOKENS = 64
 # A launch whose longest item takes no more than this share of it is not worth splitting.
@@ -44,7 +45,7 @@ class Launches(NamedTuple):
     masked: np.ndarray  # share of the steps that are masked,
     one_sided: np.ndarray  # ... and of one half of a tile alone
     memory: np.ndarray  # time to read the launch's K/V once
-    reduced: np.ndarray  # the rows have other partials, so that a split makes no final result partial
+    partials: np.ndarray  # that the rows write if nothing is split; where there are some, every row writes one
 
 
 def price(
@@ -70,7 +71,7 @@ def price(
         [L] microseconds with the best limit, with the partials that splitting adds, and [L] the limit: tokens that an
         item may have at most; 0: none is split.
     """
-    profile, first, reduced = problem.profile, blocks.first, launches.reduced
+    profile, first, reduced = problem.profile, blocks.first, launches.partials > 0
     longest, block_kv = blocks.tokens, shapes.launch_block_kv.take(launches.launch)
     steps = np.ceil(longest / (block_kv if len(longest) == len(first) else block_kv.take(blocks.launch)))
     steps *= blocks.tiles
@@ -87,8 +88,8 @@ def price(
     items, written = _splits(blocks, length, reduced)
     # All repeated for each length: NumPy takes three times as long for short arrays that it has to broadcast.
     rows = shapes.launch_rows(launches.launch, launches.masked, launches.one_sided)
-    rows[9], rows[10], rows[11], rows[12] = steps, launches.memory, longest, profile.launch_us * ~reduced
-    *of_each, steps, memory, longest, merging = rows[:, None].repeat(len(length), axis=1)
+    rows[9], rows[10], rows[11], rows[12] = steps, launches.memory, longest, launches.partials
+    *of_each, steps, memory, longest, before = rows[:, None].repeat(len(length), axis=1)
     costs = LaunchCosts(*of_each)
     tokens = np.minimum(length, longest)  # of the longest item
     most = np.ceil(tokens / costs.block_kv)
@@ -97,10 +98,11 @@ def price(
     senseless |= tokens < costs.block_kv
     senseless |= tokens >= longest
     senseless |= most[0] * costs.latency_us[0] <= SHORT_TAIL * time[0]
-    written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
-    time += written
+    reduction = reduction_of(problem)
     split = time[1:]
-    split += merging[1:]
+    split += reduction.time(before[1:] + written[1:])
+    if any_of(reduced):
+        split -= reduction.time(launches.partials)
     np.copyto(split, np.inf, where=senseless[1:])
     return np.minimum.reduce(time), limits.take(time.argmin(axis=0))
 
@@ -112,7 +114,7 @@ def _whole(
 
     ``load``: steps and items of each launch, tokens of its longest item, tiles as long as that, and rows of these.
     """
-    profile, piece_us = problem.profile, problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
+    profile, reduction = problem.profile, reduction_of(problem)
     columns = (launches.launch, launches.masked, launches.one_sided, launches.memory, *load)
     times, best, may_gain = [], np.inf, np.inf
     for launch, masked, one_sided, memory, steps, items, longest, tiles, rows in zip(*[c.tolist() for c in columns]):
@@ -128,9 +130,10 @@ def _whole(
             continue
         # With the longest tiles in p >= 2 pieces there are more items; each piece writes partials, which one more
         # launch merges; and it takes a p-th of the time: x / p + p * y is 2 * sqrt(x * y) at least.
-        partials = rows * piece_us
+        partials = rows * reduction.partial_us
         split = least_time(profile, costs, steps, items + tiles, memory) + 2 * partials
-        split = max(split, profile.launch_us + 2 * math.sqrt(longest * costs.latency_us * partials)) + profile.launch_us
+        split = max(split, profile.launch_us + 2 * math.sqrt(longest * costs.latency_us * partials))
+        split += reduction.fixed_us
         if split <= ROUNDING * time:
             may_gain = min(may_gain, split)
             if may_gain <= hopeless * ROUNDING * best:

@@ -38,6 +38,7 @@ import numpy as np
 from tree_attention_jax._arrays import any_of, exclusive_cumsum, ragged_places
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
+from tree_attention_jax.planning.reduction import reduction_of
 from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._launches import Blocks, Launches, price, spread, starts
 from tree_attention_jax.planning.strategies._levels import Levels, Tiles
@@ -122,7 +123,8 @@ class _Finalists(NamedTuple):
     launch: np.ndarray  # [L] shape * 2 + masked
     memory: np.ndarray  # [L] time to read its K/V once
     ranks: list[int]  # the candidates, best estimate first
-    reduction: np.ndarray  # of all candidates: time of the partials that they write, and of the launch that merges them
+    partials: np.ndarray  # of all candidates: rows that they write as partials if nothing is split
+    reduction: np.ndarray  # ... and what that costs
     unusual: list[bool]  # of all candidates: they have other shapes than the usual one
     gains: bool  # the (first) launch of the best one gains by splitting items
 
@@ -196,13 +198,12 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     if single:
         first = place = whose = owner
         launch += can_mask
-        reduction: np.ndarray = np.zeros(len(owner))
+        partials = reduction = np.zeros(len(owner))
         in_all = np.maximum(walked, 1)
     else:
-        written = np.bincount(owner, sums.rows)
-        reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
-        reduction += profile.launch_us
-        reduction *= written > num_rows  # some row has several segments
+        partials = np.bincount(owner, sums.rows)
+        partials *= partials > num_rows  # some row has several segments
+        reduction = reduction_of(problem).time(partials)
         usual = np.bincount(owner, ~usual) == 0
         num_kinds = 2 * len(shapes.tiles)
         key = _launch_keys(problem, shapes, owner * num_kinds + launch, can_mask, shape, walked)
@@ -217,8 +218,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         in_all = np.maximum(np.add.reduceat(walked, first), 1)
     blocks = Blocks(first, place, tiles, walked / tiles, rows)
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
-    reduced = reduction.take(whose) > 0
-    launches = Launches(launch, masked / in_all, alone / in_all, memory, reduced)
+    launches = Launches(launch, masked / in_all, alone / in_all, memory, partials.take(whose))
     times, limits = price(problem, shapes, launches, blocks, NO_HOPE * (1 + NEARLY) if single else np.inf)
     unusual = (~usual).tolist() if problem.heads.num_kv_heads > 1 else [True] * len(reduction)
     time = _comparable((times if single else np.bincount(whose, times)) + reduction, unusual)
@@ -242,6 +242,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         launch=launch.take(ours),
         memory=memory.take(ours),
         ranks=ranks,
+        partials=partials,
         reduction=reduction,
         unusual=unusual,
         gains=bool(limits[whose.searchsorted(ranks[0])] > 0),
@@ -311,8 +312,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
     blocks = Blocks(first, of_tile, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
     alone /= in_all
-    reduced = plans.reduction.take(plans.whose) > 0
-    launches = Launches(plans.launch, masked / in_all, alone, plans.memory, reduced)
+    launches = Launches(plans.launch, masked / in_all, alone, plans.memory, plans.partials.take(plans.whose))
     times, limits = price(problem, shapes, launches, blocks, gains=plans.gains)
     time = np.bincount(plans.whose, times, len(plans.reduction)) + plans.reduction
 
