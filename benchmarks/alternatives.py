@@ -2,11 +2,14 @@
 
     python -m benchmarks.alternatives --json
     python -m benchmarks.alternatives --halves --json
+    for i in 0 1 2 3; do python -m benchmarks.alternatives --part $i/4 --lock /tmp/gpu --json /tmp/$i.json & done; wait
+    python -m benchmarks.alternatives --join /tmp/?.json --json
 
 For every cell of FastTree's suite (but trees that are nearly the same), of the suite ``odd``, and of sequences that
 share nothing: ``auto``'s plan, its plans where it may use one tile shape only, and all of these where partials cost a
-quarter, and ``auto``'s where they cost four times as much. ``benchmarks/fit.py`` reads the result. The table shows
-where another plan than the chosen one was the fastest.
+quarter, or four times as much. ``benchmarks/fit.py`` reads the result. The table shows where another plan than the
+chosen one was the fastest. Most of a run is compilation, which holds Python's lock: several processes may do a part of
+the cells each, and one at a time measures.
 
 ``--halves``: plans of Mosaic's tile alone for trees of which its two halves do not see as much as each other (the
 suites ``odd``, ``decode`` and ``shared``). ``benchmarks/fit.py`` shows how well the model meets them.
@@ -42,7 +45,7 @@ PAGE_SIZE = 16
 # The others differ from these in one level.
 TREES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11)
 # No use in measuring what should take so many times as long as the choice.
-HOPELESS = 1.7
+HOPELESS = 1.5
 PARTIAL_RATES = ("write_bytes_per_us", "read_bytes_per_us", "far_bytes_per_us")
 
 
@@ -60,19 +63,37 @@ class Alternative:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--halves", action="store_true", help="plans of Mosaic's tile for uneven trees")
+    parser.add_argument("--part", default="0/1", help="I/N: the Ith of N parts of the cells")
+    parser.add_argument("--lock", type=Path, help="a file: of all processes that name it, one at a time measures")
+    parser.add_argument("--join", type=Path, nargs="+", help="measure nothing: put these parts together")
     parser.add_argument("--json", type=Path, nargs="?", const=RESULTS)
     args = parser.parse_args(argv)
     if args.json == RESULTS:
         args.json /= "h200_halves.json" if args.halves else "h200_alternatives.json"
+    report = join(args.join) if args.join else _measure(args)
+    if args.json:
+        args.json.write_text(_lines(report))
+    return 0
+
+
+def join(paths: list[Path]) -> dict[str, Any]:
+    parts = [json.loads(path.read_text()) for path in paths]
+    lists = {name: [row for part in parts for row in part[name]] for name in ("launches", "reductions")}
+    return {"environment": parts[0]["environment"], **lists}
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     profiles = _mosaic_profiles if args.halves else _profiles
     chosen = [*cells("odd"), *cells("decode"), *cells("shared")] if args.halves else _fitted_cells()
-    found = [one for cell in chosen for one in alternatives(cell, profiles)]
+    part, parts = map(int, args.part.split("/"))
+    found = [one for cell in chosen[part::parts] for one in alternatives(cell, profiles)]
     report: dict[str, Any] = {"environment": harness.environment(), "launches": [], "reductions": []}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // parts)) as pool:
         jobs = [pool.submit(_compile, one) for one in found]
+        compiled = [job.result() for job in jobs]
+    with harness.locked(args.lock):
         cell, times = None, {}
-        for one, job in zip(found, jobs):
-            call, layers = job.result()
+        for one, (call, layers) in zip(found, compiled):
             if one.cell is not cell:
                 _show(cell, times)
                 cell, times = one.cell, {}
@@ -80,10 +101,10 @@ def main(argv: list[str] | None = None) -> int:
             kernels = harness.kernel_times(call, (data.q, data.k, data.v, one.plan), layers, 5)
             times[one.name] = sum(kernels.values()), one.modelled_us
             _record(report, one, kernels)
+            if args.json:  # what there is, if this is cut short
+                args.json.write_text(_lines(report))
         _show(cell, times)
-    if args.json:
-        args.json.write_text(_lines(report))
-    return 0
+    return report
 
 
 def _fitted_cells() -> list[Cell]:
@@ -119,6 +140,7 @@ def _profiles(problem: Problem) -> Iterator[tuple[str, GpuProfile]]:
             kernel, alone = "mosaic" if tile.mosaic else f"w{tile.warps}", replace(profile, tiles=(tile,))
             yield f"r{tile.rows}k{tile.block_kv}{kernel}", alone
             yield f"r{tile.rows}k{tile.block_kv}{kernel}, cheap partials", _other_partials(alone, 0.25)
+            yield f"r{tile.rows}k{tile.block_kv}{kernel}, dear partials", _other_partials(alone, 4)
 
 
 def _mosaic_profiles(problem: Problem) -> Iterator[tuple[str, GpuProfile]]:
