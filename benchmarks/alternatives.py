@@ -197,8 +197,9 @@ def _record(report: dict[str, Any], one: Alternative, kernels: dict[str, float])
 def _show(cell: Cell | None, times: dict[str, tuple[float, float]]) -> None:
     if cell is not None:
         best = min(times, key=lambda name: times[name][0])
-        (us, modelled), (best_us, best_modelled) = times["auto"], times[best]
-        better = "" if best == "auto" else f"; {best} {best_us:.1f} us (modelled {best_modelled:.1f})"
+        first = next(iter(times))
+        (us, modelled), (best_us, best_modelled) = times[first], times[best]
+        better = "" if best == first else f"; {best} {best_us:.1f} us (modelled {best_modelled:.1f})"
         print(f"{cell.label:60s} {us:7.1f} us (modelled {modelled:.1f}){better}", flush=True)
 
 

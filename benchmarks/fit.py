@@ -8,6 +8,9 @@ squares of the logarithms of the times in ``benchmarks/results/h200_alternatives
 penalty for every constant that moves by more than about a quarter. GPUs that nobody has measured get the H200's
 constants scaled by the datasheets' ratios.
 
+To these come launches of published strategies in FastTree's cells, of a kind that ``auto``'s plans lack
+(``launches_of_named``).
+
 The reductions of the same plans are fitted likewise. Shown, too, is what the profile would choose among those plans.
 
 What it costs that only one half of a Mosaic tile works (``cost.ONE_SIDED``) is not fitted with the rest: shown is how
@@ -27,8 +30,11 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
+import tree_attention_jax as ta
+from benchmarks.suites import cells
 from tree_attention_jax.planning import cost
 from tree_attention_jax.planning.cost import launch_time, shape_table
+from tree_attention_jax.planning.model import launch_loads
 from tree_attention_jax.planning.plan import make_problem
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.profile import GpuProfile, ReductionCost, TileCost, profile_for
@@ -51,6 +57,7 @@ SHAPES = [
 # The wide tile of Mosaic's kernels, which calibrate.py does not measure; and where its fit begins, by hand, from the
 # first launches seen. A masked step costs a long tile about what a plain one does: its halves work apart.
 MOSAIC_SHAPE = (128, 32, 4, 5)
+NAMED_SHAPE, NAMED_MOST_US = (16, 32, 1, 3), 600.0
 MOSAIC_COSTS = {
     "item_us": 4.7,
     "step_us": 0.42,
@@ -88,6 +95,10 @@ SCALED = {
 # Of similar shapes one will do where nothing is measured: each more is more programs to compile as a tree grows.
 SCALED_SHAPES = [(16, 16, 1, 2), (16, 32, 1, 3), (16, 64, 4, 5), (64, 64, 4, 3), (128, 64, 4, 3)]
 COSTS = [field.name for field in fields(TileCost) if field.name.endswith("_us")]
+ROUNDED = [*COSTS, "masked_memory"]
+# Tiles of so many rows may read device memory more slowly if they mask: programs wait longer, with fewer bytes on their
+# way.
+NARROW = 16
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     tiles = json.loads((RESULTS / "h200_tiles.json").read_text())["tiles"]
     measured = json.loads((RESULTS / "h200_alternatives.json").read_text())
-    begin, launches = first_guess(tiles, measured["environment"]), measured["launches"]
+    begin, launches = first_guess(tiles, measured["environment"]), [*measured["launches"], *launches_of_named()]
     reduction = fit_reduction(measured["reductions"])
     begin = replace(begin, reduction=reduction)
     error = np.sqrt(np.mean(np.square(reduction_errors(begin, measured["reductions"]))))
@@ -107,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         error = np.sqrt(np.mean(np.square(errors(profile, launches))))
         print(f"{what}: {error:.3f} root mean square of log(modelled / measured), {len(launches)} launches")
     for before, after in zip(begin.tiles, found.tiles):
-        changes = [f"{name[:-3]} {getattr(before, name):.3f} to {getattr(after, name):.3f}" for name in COSTS]
+        changes = [f"{name} {getattr(before, name):.3f} to {getattr(after, name):.3f}" for name in ROUNDED]
         kernel = "Mosaic" if after.mosaic else f"{after.warps} warps"
         print(f"{after.rows} x {after.block_kv}, {kernel}: {', '.join(changes)}")
     show_choices(found, measured)
@@ -120,6 +131,36 @@ def main(argv: list[str] | None = None) -> int:
         for file, (name, sms, memory, l2, slower) in SCALED.items():
             _write(file, scaled(found, name, sms, memory, l2, slower))
     return 0
+
+
+def launches_of_named() -> list[dict[str, Any]]:
+    """Launches of the published strategies' plans, in FastTree's cells: those of the smallest tile worth planning with.
+
+    ``auto``'s plans hardly have any of these without masks, and then mostly for a single KV head.
+    """
+    found = []
+    by_name = {(cell.name, cell.heads): cell for cell in cells("fasttree")}
+    for row in json.loads((RESULTS / "h200_fasttree_strategies.json").read_text())["rows"]:
+        cell = by_name[row["tree"], tuple(row["heads"])]
+        plan = ta.plan_tree(
+            cell.tree(),
+            page_size=cell.page_size,
+            num_q_heads=cell.num_q_heads,
+            num_kv_heads=cell.num_kv_heads,
+            head_dim=cell.head_dim,
+            strategy=row["strategy"],
+            gpu=KNOWN["name"],
+        )
+        if plan.host is None or list(plan.host.num_items) != row["items"]:
+            continue  # that strategy's plan is another one by now
+        for launch, load in zip(plan.shape.launches, launch_loads(plan)):
+            tile = (launch.tile.rows, launch.tile.block_kv, launch.tile.warps, launch.tile.stages)
+            us = sum(us for name, us in row["kernels"].items() if launch.tile.name() in name)
+            if tile == NAMED_SHAPE and 0 < us < NAMED_MOST_US:
+                kind = {"tile": list(tile), "mosaic": False, "can_mask": launch.tile.masked}
+                named = {"tree": cell.name, "heads": list(cell.heads), "variant": row["strategy"]}
+                found.append({**named, **kind, "us": us, **asdict(load)})
+    return found
 
 
 def show_choices(profile: GpuProfile, measured: dict[str, list[dict[str, Any]]]) -> None:
@@ -211,18 +252,25 @@ def _problem(profile: GpuProfile, heads: Sequence[int], queries: int = 1) -> Pro
 
 
 def fit(begin: GpuProfile, launches: list[dict[str, Any]]) -> GpuProfile:
-    start = np.log([*(getattr(begin, rate) for rate in RATES), *(getattr(t, c) for t in begin.tiles for c in COSTS)])
+    narrow = [index for index, tile in enumerate(begin.tiles) if tile.rows <= NARROW]
+    rates, costs = [getattr(begin, rate) for rate in RATES], [getattr(t, c) for t in begin.tiles for c in COSTS]
+    start = np.log([*rates, *costs, *(begin.tiles[index].masked_memory for index in narrow)])
 
     def profile_of(logs: np.ndarray) -> GpuProfile:
-        rates, costs = np.exp(logs[: len(RATES)]), np.exp(logs[len(RATES) :]).reshape(-1, len(COSTS))
-        tiles = [replace(tile, **dict(zip(COSTS, row.tolist()))) for tile, row in zip(begin.tiles, costs)]
+        rates, costs, memory = np.split(np.exp(logs), [len(RATES), len(logs) - len(narrow)])
+        tiles = [
+            replace(tile, **dict(zip(COSTS, row.tolist())))
+            for tile, row in zip(begin.tiles, costs.reshape(-1, len(COSTS)))
+        ]
+        for index, factor in zip(narrow, memory.tolist()):
+            tiles[index] = replace(tiles[index], masked_memory=max(1.0, factor))
         return replace(begin, **dict(zip(RATES, rates.tolist())), tiles=tuple(tiles))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         return np.concatenate([errors(profile_of(logs), launches) / TIME_ERROR, (logs - start) / CONSTANT_ERROR])
 
     found = profile_of(least_squares(residuals, start, loss="soft_l1").x)
-    tiles = [replace(tile, **{name: round(getattr(tile, name), 3) for name in COSTS}) for tile in found.tiles]
+    tiles = [replace(tile, **{name: round(getattr(tile, name), 3) for name in ROUNDED}) for tile in found.tiles]
     return replace(found, **{rate: round(getattr(found, rate), -4) for rate in RATES}, tiles=tuple(tiles))
 
 
@@ -253,7 +301,7 @@ def errors(profile: GpuProfile, launches: list[dict[str, Any]]) -> np.ndarray:
 
         launch = np.array([2 * place[(*row["tile"], row["mosaic"])] + (row["can_mask"] > 0) for row in rows])
         costs = shapes.launches(launch, column("masked"), column("one_sided"))
-        memory = column("tokens") * problem.heads.token_bytes / profile.bytes_per_us
+        memory = column("tokens") * problem.heads.token_bytes / profile.bytes_per_us * shapes.launch_memory[launch]
         us = launch_time(profile, costs, column("steps"), column("items"), column("longest"), memory)
         us += column("partials") * reduction_of(problem).write_us  # which the model adds to the reduction
         out[indices] = np.log(us / column("us"))

@@ -1,6 +1,7 @@
 """The cost model's constants come from the recorded measurements, and the plans measured for them are right."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,10 +25,24 @@ def constants(profile) -> np.ndarray:
 def test_the_profile_is_what_the_fit_finds():
     tiles, measured = recorded()
     begin = fit.first_guess(tiles, measured["environment"])
-    found = fit.fit(begin, measured["launches"])
+    launches = [*measured["launches"], *fit.launches_of_named()]
+    found = fit.fit(replace(begin, reduction=fit.fit_reduction(measured["reductions"])), launches)
+    assert found.reduction == load_profiles()["NVIDIA H200"].reduction
     np.testing.assert_allclose(constants(found), constants(load_profiles()["NVIDIA H200"]), rtol=0.1)
     before, after = (np.sqrt(np.mean(fit.errors(one, measured["launches"]) ** 2)) for one in (begin, found))
     assert after < 0.08 < before
+    ratios = np.array([us / best for _, us, best in fit.choices(found, measured)])
+    assert ratios.min() >= 1  # of the fastest plan measured
+    assert np.exp(np.log(ratios).mean()) < 1.02
+    assert ratios.max() < 1.15
+
+
+def test_launches_of_named_strategies_are_those_recorded():
+    launches = fit.launches_of_named()
+    assert len(launches) > 80
+    assert {tuple(row["tile"]) for row in launches} == {fit.NAMED_SHAPE}
+    assert {tuple(row["heads"]) for row in launches} == {(16, 1), (32, 8), (32, 32)}
+    assert all(row["steps"] >= row["items"] > 0 for row in launches)
 
 
 def test_errors_are_logarithms_of_modelled_over_measured():

@@ -52,6 +52,7 @@ class SegmentCosts:
         token_us: in one that can.
         masked_us: what a token costs more if it is masked.
         tile_us: of a tile beside its tokens.
+        masked_memory: factor of the time that reading device memory takes in one that can mask.
         halved: int [H], the shapes whose tiles have two halves.
         one_sided_us: float64 [H], what a masked token costs more with them if only one half works.
     """
@@ -61,6 +62,7 @@ class SegmentCosts:
     token_us: np.ndarray
     masked_us: np.ndarray
     tile_us: np.ndarray
+    masked_memory: np.ndarray
     halved: np.ndarray
     one_sided_us: np.ndarray
 
@@ -96,6 +98,7 @@ class ShapeTable:
         item_us, step_us, mixed_step_us, masked_step_us: of a program, as in :class:`.TileCost`.
         latency_us, mixed_latency_us, masked_latency_us: of one step, seen by one program.
         step_bytes: K and V of a step, all heads.
+        masked_memory: factor of the time that reading device memory takes where programs mask, at least 1.
         token_us, mixed_token_us, masked_token_us: of a token.
     """
 
@@ -113,6 +116,7 @@ class ShapeTable:
     mixed_latency_us: np.ndarray
     masked_latency_us: np.ndarray
     step_bytes: np.ndarray
+    masked_memory: np.ndarray
     token_us: np.ndarray
     mixed_token_us: np.ndarray
     masked_token_us: np.ndarray
@@ -140,6 +144,7 @@ class ShapeTable:
             token_us=column(mixed_us),
             masked_us=column(masked_us - mixed_us),
             tile_us=column(tile_us),
+            masked_memory=column(self.masked_memory),
             halved=halved,
             one_sided_us=(ONE_SIDED * masked_us * several).take(halved),
         )
@@ -179,6 +184,11 @@ class ShapeTable:
     def launch_block_kv(self) -> np.ndarray:
         """[2 * S]: ``block_kv`` of plain and of masked launches of each shape."""
         return self.block_kv.repeat(2)
+
+    @functools.cached_property
+    def launch_memory(self) -> np.ndarray:
+        """[2 * S]: factor of the time to read device memory, of plain and of masked launches of each shape."""
+        return np.stack([np.ones(len(self.tiles)), self.masked_memory], axis=1).ravel()
 
     @functools.cached_property
     def usual(self) -> int:
@@ -304,6 +314,7 @@ def shape_table(profile: GpuProfile, heads: Heads, unit: int, masked_unit: int, 
         mixed_latency_us=column(lambda tile, cost: cost.mixed_latency_us) * per_step,
         masked_latency_us=column(lambda tile, cost: cost.masked_latency_us) * per_step,
         step_bytes=float(heads.token_bytes) * block_kv,
+        masked_memory=column(lambda tile, cost: cost.masked_memory),
         token_us=step_us / block_kv,
         mixed_token_us=mixed_step_us / block_kv,
         masked_token_us=masked_step_us / block_kv,
@@ -326,7 +337,7 @@ def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, 
         costs: of the launches.
         steps, items: of all items together, of which there are some.
         longest: steps of the longest item.
-        memory: time to read the launch's K/V once.
+        memory: time to read the launch's K/V once, with these tiles.
         ops: ``NUMBERS`` if all are Python's numbers.
     """
     ceil, maximum, minimum = ops.ceil, ops.maximum, ops.minimum

@@ -73,10 +73,12 @@ def launch_times(plan: TreePlan) -> list[LaunchTime]:
     shapes = shapes_for(host.problem)
     times = []
     for launch, load in zip(shape.launches, launch_loads(plan)):
-        costs = shapes.launches(2 * _nearest(shapes, launch.tile) + launch.tile.masked, load.masked, load.one_sided)
+        which = 2 * _nearest(shapes, launch.tile) + launch.tile.masked
+        costs = shapes.launches(which, load.masked, load.one_sided)
         memory = load.tokens * heads.token_bytes / profile.bytes_per_us
         work = (load.steps * costs.step_us + load.items * costs.item_us) * costs.programs
-        us = launch_time(profile, costs, load.steps, max(load.items, 1e-9), load.longest, memory)
+        reading = memory * shapes.launch_memory[which]
+        us = launch_time(profile, costs, load.steps, max(load.items, 1e-9), load.longest, reading)
         times.append(LaunchTime(launch.tile.name(), load.items, float(work), memory, float(us)))
     if shape.partial_rows:
         memory = host.num_partials * heads.partial_bytes / profile.partial_bytes_per_us

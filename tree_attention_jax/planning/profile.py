@@ -23,6 +23,7 @@ class TileCost:
         masked_step_us: the same where every token's row interval is compared.
         latency_us: time one program needs for a step when the SM is otherwise idle.
         mixed_latency_us, masked_latency_us: the same of the other two kinds of step.
+        masked_memory: how many times as long a program that masks takes to read device memory; 1 or more.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class TileCost:
     latency_us: float
     mixed_latency_us: float
     masked_latency_us: float
+    masked_memory: float = 1.0
     mosaic: bool = False
 
 

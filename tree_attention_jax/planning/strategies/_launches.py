@@ -44,7 +44,7 @@ class Launches(NamedTuple):
     launch: np.ndarray  # shape * 2 + masked
     masked: np.ndarray  # share of the steps that are masked,
     one_sided: np.ndarray  # ... and of one half of a tile alone
-    memory: np.ndarray  # time to read the launch's K/V once
+    memory: np.ndarray  # time to read the launch's K/V once, with these tiles
     partials: np.ndarray  # that the rows write if nothing is split; where there are some, every row writes one
 
 

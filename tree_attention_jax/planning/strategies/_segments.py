@@ -207,7 +207,9 @@ def segment_times(problem: Problem, shapes: ShapeTable, table: SegmentTable) -> 
     work[:, alone:] += joined
     tiles *= costs.tile_us
     work += tiles
-    memory = sums.total * (width / problem.profile.bytes_per_us)
+    memory = np.empty_like(work)
+    memory[:] = sums.total * (width / problem.profile.bytes_per_us)
+    memory[:, alone:] *= costs.masked_memory
     time = np.maximum(work, memory)
     np.minimum(work, memory, out=work)
     work *= OVERLAP

@@ -54,7 +54,7 @@ from tree_attention_jax.planning.strategies._segments import (
 from tree_attention_jax.planning.tiling import Tiling
 
 # Candidates that are cut into tiles: so many at most, and none whose estimate is so many times the best one.
-FINALISTS, NO_HOPE = 3, 1.15
+FINALISTS, NO_HOPE = 5, 1.2
 # Of so many rows, whose tiles are many enough for an average, only the best.
 MANY_ROWS = 20_000
 # Joined segments are long: the short steps that nodes of 16 tokens want gain nothing, but would be one more program.
@@ -66,6 +66,8 @@ SPLIT = 2.0
 # best: else a growing tree would meet all shapes that are good for it in turn, each of them a program to compile. With
 # a single KV head it meets few of them anyway.
 NEARLY, SMALL_US = 0.08, 50.0
+# In larger ones, several shapes side by side have to be faster than the best single one by so much.
+MIXED = 0.04
 # Token slots that a program or two walk in microseconds, of whatever kind its entries are. The first steps of a growing
 # tree have no more: of one kind they need one program.
 FEW_SLOTS = 1024
@@ -110,6 +112,7 @@ class _Candidates(NamedTuple):
     segments: np.ndarray  # places in the table
     shape: np.ndarray
     twin: int  # a segmentation that is the same as the first one; 0: none
+    mixed: bool  # the first one has several shapes; no other one has
 
 
 class _Finalists(NamedTuple):
@@ -126,6 +129,7 @@ class _Finalists(NamedTuple):
     partials: np.ndarray  # of all candidates: rows that they write as partials if nothing is split
     reduction: np.ndarray  # ... and what that costs
     unusual: list[bool]  # of all candidates: they have other shapes than the usual one
+    mixed: bool  # the first one has several shapes, which counts
     gains: bool  # the (first) launch of the best one gains by splitting items
 
 
@@ -175,7 +179,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     owner, of_others = np.arange(len(counts)), np.array(shape_of, np.intp)
     if len(counts) < sum(counts):
         owner, of_others = owner.repeat(counts), of_others.repeat(counts[1:])
-    return table, _Candidates(owner, np.concatenate(found), np.concatenate([shape, of_others]), twin)
+    return table, _Candidates(owner, np.concatenate(found), np.concatenate([shape, of_others]), twin, len(used) > 1)
 
 
 def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
@@ -218,10 +222,12 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         in_all = np.maximum(np.add.reduceat(walked, first), 1)
     blocks = Blocks(first, place, tiles, walked / tiles, rows)
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
+    memory *= shapes.launch_memory.take(launch)
     launches = Launches(launch, masked / in_all, alone / in_all, memory, partials.take(whose))
     times, limits = price(problem, shapes, launches, blocks, NO_HOPE * (1 + NEARLY) if single else np.inf)
-    unusual = (~usual).tolist() if problem.heads.num_kv_heads > 1 else [True] * len(reduction)
-    time = _comparable((times if single else np.bincount(whose, times)) + reduction, unusual)
+    several_heads = problem.heads.num_kv_heads > 1
+    unusual, mixed = (~usual).tolist() if several_heads else [True] * len(reduction), candidates.mixed and several_heads
+    time = _comparable((times if single else np.bincount(whose, times)) + reduction, unusual, mixed)
 
     best = sorted(range(len(time)), key=time.__getitem__)[: FINALISTS if num_rows < MANY_ROWS else 1]
     ranks = [which for which in best if time[which] <= NO_HOPE * time[best[0]]]
@@ -245,13 +251,17 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         partials=partials,
         reduction=reduction,
         unusual=unusual,
+        mixed=mixed,
         gains=bool(limits[whose.searchsorted(ranks[0])] > 0),
     )
 
 
-def _comparable(time: np.ndarray, unusual: list[bool]) -> list[float]:
-    """Times of candidates as they are compared: see ``NEARLY``."""
-    return [us * (1 + NEARLY * (other or us > SMALL_US)) for us, other in zip(time.tolist(), unusual)]
+def _comparable(time: np.ndarray, unusual: list[bool], mixed: bool) -> list[float]:
+    """Times of candidates as they are compared: see ``NEARLY`` and ``MIXED``."""
+    times = [us * (1 + NEARLY * (other or us > SMALL_US)) for us, other in zip(time.tolist(), unusual)]
+    if mixed:
+        times[0] *= 1 + MIXED
+    return times
 
 
 def _is_tiny(problem: Problem) -> bool:
@@ -318,7 +328,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
 
     winner, low, high = plans.ranks[0], 0, num_launches
     if len(plans.ranks) > 1:
-        winner = min(plans.ranks, key=_comparable(time, plans.unusual).__getitem__)
+        winner = min(plans.ranks, key=_comparable(time, plans.unusual, plans.mixed).__getitem__)
         low, high = plans.whose.searchsorted([winner, winner + 1]).tolist()
     begin, end = first[low], first[high] if high < len(first) else len(row0)
     which = of_tile[begin:end]
