@@ -191,7 +191,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     alone = masked * shapes.two_halves.take(shape)  # of one half of a tile
     if any_of(alone):
         alone *= one_sided(sums.rows, queries, tiles)
-    total, launch, usual = sums.total, 2 * shape, shape == shapes.usual
+    total, launch, other = sums.total, 2 * shape, shape != shapes.usual
     single = int(owner[-1]) + 1 == len(owner)  # each candidate is a single segment, which is its launch
     if single:
         first = place = whose = owner
@@ -203,7 +203,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
         reduction += profile.launch_us
         reduction *= written > num_rows  # some row has several segments
-        usual = np.bincount(owner, ~usual) == 0
+        other = np.bincount(owner, other) > 0
         num_kinds = 2 * len(shapes.tiles)
         key = _launch_keys(problem, shapes, owner * num_kinds + launch, can_mask, shape, walked)
         order = np.argsort(key, kind="stable")
@@ -220,23 +220,28 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     reduced = reduction.take(whose) > 0
     launches = Launches(launch, masked / in_all, alone / in_all, memory, reduced)
     times, limits = price(problem, shapes, launches, blocks, NO_HOPE * (1 + NEARLY) if single else np.inf)
-    unusual = (~usual).tolist() if problem.heads.num_kv_heads > 1 else [True] * len(reduction)
+    unusual = other.tolist() if problem.heads.num_kv_heads > 1 else [True] * len(reduction)
     time = _comparable((times if single else np.bincount(whose, times)) + reduction, unusual)
 
     best = sorted(range(len(time)), key=time.__getitem__)[: FINALISTS if num_rows < MANY_ROWS else 1]
     ranks = [which for which in best if time[which] <= NO_HOPE * time[best[0]]]
     if candidates.twin in ranks and 0 in ranks and candidates.twin:
         ranks.remove(candidates.twin)
-    stays = np.zeros(len(time), bool)
-    for which in ranks:  # faster than an index of so few
-        stays[which] = True
-    stays = stays.take(whose)
-    mine, ours = stays.take(place).nonzero()[0], stays.nonzero()[0]
-    first = mine.searchsorted(first.take(ours))
+    if single:
+        mine = ours = np.array(sorted(ranks))
+        first = place = np.arange(len(ranks))
+    else:
+        stays = np.zeros(len(time), bool)
+        for which in ranks:  # faster than an index of so few
+            stays[which] = True
+        stays = stays.take(whose)
+        mine, ours = stays.take(place).nonzero()[0], stays.nonzero()[0]
+        first = mine.searchsorted(first.take(ours))
+        place = spread(first, len(mine))
     return _Finalists(
         segments=segments.take(mine),
         tiles=tiles.take(mine).astype(np.intp),
-        place=spread(first, len(mine)),
+        place=place,
         first=first,
         whose=whose.take(ours),
         launch=launch.take(ours),
@@ -309,7 +314,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
         alone[halved] = np.maximum(2 * busier - masked.take(halved), 0)
     in_all = np.maximum(np.add.reduceat(tokens, first), 1)
     masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
-    blocks = Blocks(first, of_tile, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
+    blocks = Blocks(first, of_tile, None, tokens, (row1 - row0).astype(np.float64))
     alone /= in_all
     reduced = plans.reduction.take(plans.whose) > 0
     launches = Launches(plans.launch, masked / in_all, alone, plans.memory, reduced)
