@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum
+from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum, starts_of
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem, pads_many
 from tree_attention_jax.planning.tiling import Tiling
@@ -55,7 +55,7 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     of_tiles = np.empty(2 * num_tiles, np.intp)
     of_tiles[:num_tiles] = np.bincount(pieces.tile[:border], minlength=num_tiles)
     of_tiles[num_tiles:] = np.bincount(pieces.tile[border:], minlength=num_tiles)
-    indptr = exclusive_cumsum(of_tiles)
+    indptr = starts_of(of_tiles)
     if border:
         repeats = _repeats(pieces, of_tiles[:num_tiles], indptr)
         if repeats is not None:
@@ -101,9 +101,10 @@ def _chunks(problem: Problem, pieces: Pieces, border: int, uniform: bool) -> _Ch
     tree, unit = problem.tree, problem.unit
     if problem.horizon and not uniform:
         unit = problem.unit_for(tree.first_slot, tree.kv_len)
-    start = tree.first_slot.take(pieces.node)
-    stop = start + pieces.end
-    start += pieces.begin
+    start, stop = pieces.begin, pieces.end
+    if tree.page_indices is not None:
+        first_slot = tree.first_slot.take(pieces.node)
+        start, stop = start + first_slot, stop + first_slot
     # A unit is a power of two: bits are shifted in a fraction of the time that divisions take.
     shift = unit.bit_length() - 1
     first, counts = start >> shift, stop + (unit - 1)
@@ -112,9 +113,9 @@ def _chunks(problem: Problem, pieces: Pieces, border: int, uniform: bool) -> _Ch
         # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
         first = np.where(pieces.reserve, ceil_div(start, unit), first)
     counts -= first
-    units = unit, unit
+    counts, units = counts.astype(np.intp), (unit, unit)
     if not (uniform or problem.horizon):
-        tokens = stop - start
+        tokens = (stop - start).astype(np.intp)  # sums of int32 take twice as long
         # As Problem.unit_for would find, from the counts.
         masked_pads = pads_many(unit * int(np.add.reduce(counts[border:])), int(np.add.reduce(tokens[border:])))
         if masked_pads or border == len(tokens):
@@ -123,7 +124,7 @@ def _chunks(problem: Problem, pieces: Pieces, border: int, uniform: bool) -> _Ch
             ones = slice(0 if plain_pads else border, None)
             if masked_pads or plain_pads:
                 first[ones], counts[ones] = start[ones], tokens[ones]
-    return _Chunks(start, stop, first, counts.astype(np.intp), units)
+    return _Chunks(start, stop, first, counts, units)
 
 
 def _repeats(pieces: Pieces, count: np.ndarray, indptr: np.ndarray) -> np.ndarray | None:
@@ -185,17 +186,16 @@ def _fields(
         count = np.where(pieces.masked, units[1], unit).astype(np.int32)
     begin = first * count
     before = start - begin  # slots of the first entry that are not the piece's
-    behind = counts * count
-    behind += begin
-    behind -= stop  # ... of the last one
+    behind = -stop  # ... of the last one
+    behind &= count - 1
     begin -= upto[:-1] * count
     if problem.horizon:
         count, behind = count * ~pieces.reserve, behind * ~pieces.reserve
-    position = (layout.position - tree.first_slot).take(node)
+    consecutive = tree.page_indices is None
+    position = (layout.position if consecutive else layout.position - tree.first_slot).take(node)
     position += begin
     position = position.repeat(counts)
     position += nth
-    consecutive = tree.page_indices is None
     low, high = layout.row_begin.take(node[border:]), layout.row_end.take(node[border:])
     halves = _halves(problem, tiling, pieces.tile[border:], low, high)
     if consecutive:
@@ -241,8 +241,8 @@ def _halves(problem: Problem, tiling: Tiling, tile: np.ndarray, low: np.ndarray,
     if max(shape.rows for shape in tiling.tiles) <= lo.HALF:
         return np.zeros(len(tile), np.int32)
     ends, begins = zip(*(shape.halves(problem.heads.group) for shape in tiling.tiles))
-    kind, row = tiling.tile, tiling.row_begin
-    first_end, second_begin = row + np.array(ends, np.int32).take(kind), row + np.array(begins, np.int32).take(kind)
+    row = tiling.row_begin
+    first_end, second_begin = row + tiling.of_blocks(ends), row + tiling.of_blocks(begins)
     halves = (high > second_begin.take(tile)).astype(np.int32)
     halves += halves
     halves += low < first_end.take(tile)

@@ -48,6 +48,8 @@ def lower(problem: Problem, tiling: Tiling, *, mask_all: bool = False) -> Items:
 
 def _row_tiles(problem: Problem, tiling: Tiling) -> Tiling:
     """The same tiling in blocks of no more rows than a tile holds."""
+    if tiling.cut:
+        return tiling
     queries = [t.queries_per_tile(problem.heads.group) for t in tiling.tiles]
     step = np.array(queries, np.int32).take(tiling.tile)
     rows = tiling.row_end - tiling.row_begin
@@ -92,7 +94,8 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
         of_plain >>= units[0].bit_length() - 1
         slots >>= units[1].bit_length() - 1
         if any(t.mosaic for t in tiling.tiles):  # halves of a tile take turns part by part: no piece begins within one
-            size = np.array([PART // units[1] if t.mosaic else 1 for t in tiling.tiles]).take(tiling.tile.take(tile))
+            size = tiling.of_blocks([PART // units[1] if t.mosaic else 1 for t in tiling.tiles])
+            size = size if len(tiling.tiles) == 1 else size.take(tile)
             slots = np.where(slots < masked_count, slots & -size, slots)
         plain_begin, plain_count = plain_begin + of_plain[0], of_plain[1] - of_plain[0]
         masked_begin, masked_count = masked_begin + slots[0], slots[1] - slots[0]
@@ -120,7 +123,7 @@ def _split(tiling: Tiling, total: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
     long &= limit > 0
     if not any_of(long):
         return np.arange(len(total)), np.zeros(len(total), np.int32), total
-    step = np.array([loaded_at_once(t) for t in tiling.tiles], np.int32).take(tiling.tile)
+    step = tiling.of_blocks([loaded_at_once(t) for t in tiling.tiles])
     size = ceil_div(total, np.where(long, ceil_div(total, np.maximum(limit, 1)), 1))
     size += step - 1
     size &= -step  # steps are powers of two

@@ -198,5 +198,6 @@ def _new_token_slots(problem: Problem) -> np.ndarray:
     """Cache slot of each query's own token, in query order."""
     tree, layout = problem.tree, problem.layout
     node = layout.query_node
-    place = (tree.first_slot - layout.position).take(node) + layout.query_position
+    before = -layout.position if tree.page_indices is None else tree.first_slot - layout.position
+    place = before.take(node) + layout.query_position
     return problem.slots(problem.first_page.take(node), place)

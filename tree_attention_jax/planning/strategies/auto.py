@@ -345,6 +345,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
         max_tokens=limits.take(which),
         tiles=tuple([shapes.tiles[index] for index in kind[low:high].tolist()]),
         uniform=_is_tiny(problem),
+        cut=True,
     )
     return tiling, float(time[winner]), float(np.maximum.reduce(alone[low:high]))
 
