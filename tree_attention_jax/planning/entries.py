@@ -19,11 +19,9 @@ class Entries(NamedTuple):
     Behind those of a tile with growing leaves lies its reserve: room for the tokens that they will append.
     """
 
-    word: np.ndarray  # slot and count, packed
-    position: np.ndarray
-    # Of masked entries: rows that see them.
-    low: np.ndarray  # complemented where the entry is causal
-    high: np.ndarray
+    # Two int32 are one int64 here, the first one its lower half: that takes half as many repeats and copies.
+    head: np.ndarray  # word (slot and count, packed), position
+    seen: np.ndarray  # of masked entries, rows that see them: low (complemented where the entry is causal), high
     begin: np.ndarray
     real: np.ndarray
     # Of each entry, for leaves that grow: empty without a horizon.
@@ -60,10 +58,10 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
         repeats = _repeats(pieces, of_tiles[:num_tiles], indptr)
         if repeats is not None:
             counts[:border] *= ~repeats.take(pieces.tile[:border])
-    upto = exclusive_cumsum(counts)
+    upto = starts_of(counts)
     num_plain = int(upto[border])
-    word, position, low, high = _fields(problem, pieces, border, chunks, upto, tiling)
-    begins = upto.take(indptr)
+    head, seen = _fields(problem, pieces, border, chunks, upto, tiling)
+    begins = upto.take(indptr).astype(np.int32)
     real = begins[1:] - begins[:-1]
     none: np.ndarray = np.zeros(0, np.int32)
     tile = node = chunk = none
@@ -75,8 +73,8 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
         chunk = np.arange(len(piece), dtype=np.int32)
         chunk += (chunks.first - upto[:-1]).take(piece)
         order = _with_reserves_last(pieces, piece, chunk)
-        piece, chunk, word, position = (column.take(order) for column in (piece, chunk, word, position))
-        low, high = low.take(order[num_plain:] - num_plain), high.take(order[num_plain:] - num_plain)
+        piece, chunk, head = (column.take(order) for column in (piece, chunk, head))
+        seen = seen.take(order[num_plain:] - num_plain)
         tile, node = pieces.tile.take(piece), pieces.node.take(piece)
     of_plain = begins[:num_tiles], real[:num_tiles]
     if repeats is not None:
@@ -85,10 +83,10 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
         np.maximum.accumulate(same_as, out=same_as)
         of_plain = of_plain[0].take(same_as), of_plain[1].take(same_as)
     growing = tile[:num_plain], node[:num_plain], chunk[:num_plain]
-    plain = Entries(word[:num_plain], position[:num_plain], none, none, *of_plain, *growing)
+    plain = Entries(head[:num_plain], seen[:0], *of_plain, *growing)
     of_masked = begins[num_tiles:-1] - num_plain, real[num_tiles:]
     growing = tile[num_plain:], node[num_plain:], chunk[num_plain:]
-    masked = Entries(word[num_plain:], position[num_plain:], low, high, *of_masked, *growing)
+    masked = Entries(head[num_plain:], seen, *of_masked, *growing)
     return plain, masked, chunks.units
 
 
@@ -160,11 +158,11 @@ def _repeats(pieces: Pieces, count: np.ndarray, indptr: np.ndarray) -> np.ndarra
 
 def _fields(
     problem: Problem, pieces: Pieces, border: int, chunks: _Chunks, upto: np.ndarray, tiling: Tiling
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Word and position of all entries, low and high of the masked ones.
+) -> tuple[np.ndarray, np.ndarray]:
+    """``head`` of all entries, ``seen`` of the masked ones.
 
     They are worked out for the first entry of each piece, as if it were full, and repeated; in each next one they are a
-    unit further on. Pieces are few. In between numbers may wrap around.
+    unit further on. Pieces are few.
 
     Args:
         problem: gives where nodes lie.
@@ -176,64 +174,58 @@ def _fields(
     """
     layout, tree, node = problem.layout, problem.tree, pieces.node
     start, stop, first, counts, units = chunks
-    nth, unit = np.arange(upto[-1], dtype=np.int32), units[0]  # slots from the first entry of all on
-    count: Any = unit
+    consecutive = tree.page_indices is None
+    further = (1 << 32) + (consecutive << lo.SLOT_SHIFT)  # what a head gains a slot, but for its count
+    nth = np.arange(upto[-1])  # slots from the first entry of all on
+    count: Any = units[0]
     if units[0] == units[1]:
-        nth *= unit
+        nth *= count * further
     else:
-        nth[: upto[border]] *= unit
-        nth[upto[border] :] *= units[1]
-        count = np.where(pieces.masked, units[1], unit).astype(np.int32)
-    begin = first * count
-    before = start - begin  # slots of the first entry that are not the piece's
+        nth[: upto[border]] *= units[0] * further
+        nth[upto[border] :] *= units[1] * further
+        count = np.where(pieces.masked, units[1], units[0])
+    before = start - first * count  # slots of the first entry that are not the piece's
     behind = -stop  # ... of the last one
     behind &= count - 1
-    begin -= upto[:-1] * count
+    of_node = (layout.position if consecutive else layout.position - tree.first_slot).astype(np.int64)
+    of_node <<= 32
+    if consecutive:
+        of_node += problem.first_page[:-1] * (problem.page_size << lo.SLOT_SHIFT)
+    head = first - upto[:-1]
+    head *= count * further
+    head += of_node.take(node)
     if problem.horizon:
         count, behind = count * ~pieces.reserve, behind * ~pieces.reserve
-    consecutive = tree.page_indices is None
-    position = (layout.position if consecutive else layout.position - tree.first_slot).take(node)
-    position += begin
-    position = position.repeat(counts)
-    position += nth
-    low, high = layout.row_begin.take(node[border:]), layout.row_end.take(node[border:])
-    halves = _halves(problem, tiling, pieces.tile[border:], low, high)
-    if consecutive:
-        begin += (problem.first_page * problem.page_size).take(node)
-        begin <<= lo.SLOT_SHIFT
-        begin += count
-        begin[border:] += halves
-        nth <<= lo.SLOT_SHIFT
-        word = begin.repeat(counts)
-        word += nth
-    else:
-        word = np.zeros(len(nth), np.int32)
-        word += count if isinstance(count, int) else count.repeat(counts)
-        word[upto[border] :] += halves.repeat(counts[border:])
+    head += count
+    rows = np.empty((len(node) - border, 2), np.int32)
+    low, high = rows[:, 0], rows[:, 1]
+    low[:], high[:] = layout.row_begin.take(node[border:]), layout.row_end.take(node[border:])
+    head[border:] += _halves(problem, tiling, pieces.tile[border:], low, high)
+    head = head.repeat(counts)
+    head += nth
     # Where a piece begins or ends within an entry, its first or last one is shorter. Pieces that repeat have none.
     if any_of(before):
         which = (before * counts > 0).nonzero()[0]
-        at, slots = upto.take(which), before.take(which)
-        position[at] += slots
-        word[at] += (slots << lo.SLOT_SHIFT) - slots if consecutive else -slots
+        head[upto.take(which)] += before.take(which) * np.int64(further - 1)
     if any_of(behind):
         which = (behind * counts > 0).nonzero()[0]
         at = upto[1:].take(which)
         at -= 1
-        word[at] -= behind.take(which)
+        head[at] -= behind.take(which)
+    position = head.view(np.int32)[1::2]
     if not consecutive:
         place = (tree.first_slot - layout.position).take(node).repeat(counts)
         place += position
         slots = problem.slots(problem.first_page.take(node).repeat(counts), place)
         slots <<= lo.SLOT_SHIFT
-        word += slots
+        head += slots
     node, counts = node[border:], counts[border:]
-    low, high = low.repeat(counts), high.repeat(counts)
+    seen = rows.view(np.int64)[:, 0].repeat(counts)
     if any_of(pieces.causal):
         causal = pieces.causal[border:].repeat(counts).nonzero()[0]
         seen_from = (layout.row_begin - layout.old_len - layout.position).take(node).repeat(counts).take(causal)
-        low[causal] = ~(seen_from + position[upto[border] :].take(causal))
-    return word, position, low, high
+        seen.view(np.int32)[2 * causal] = ~(seen_from + position[upto[border] :].take(causal))
+    return head, seen
 
 
 def _halves(problem: Problem, tiling: Tiling, tile: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:

@@ -84,12 +84,9 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         buffer[places.reduce : places.reduce + num_rows] = reduce_ptr[:-1] + places.lists
         buffer[places.lists : growing_at] = reduce_list
     plain, masked = items.plain, items.masked
-    table = buffer[places.plain : places.masked].reshape(-1, lo.PLAIN_SIZE)
-    for field, column in enumerate((plain.word, plain.position)):
-        table[:, field] = column
-    table = buffer[places.masked : places.lists].reshape(-1, lo.MASKED_SIZE)
-    for field, column in enumerate((masked.word, masked.position, masked.low, masked.high)):
-        table[:, field] = column
+    buffer[places.plain : places.masked] = plain.head.view(np.int32)  # an entry's fields are in the same order there
+    table = buffer[places.masked : places.lists].view(np.int64)
+    table[::2], table[1::2] = masked.head, masked.seen
     if problem.horizon:
         buffer[lo.NUM_GROWING] = len(growing)
         buffer[growing_at:grow_lists_at] = growing.ravel()
@@ -143,7 +140,7 @@ def _places(items: Items, capacity: Buckets, launches: tuple[lo.Launch, ...]) ->
     cursor = launches[-1].items_at + launches[-1].capacity * lo.ITEM_SIZE
     reduce_at = cursor + 3 * capacity.queries
     plain_at = reduce_at + capacity.queries + 1
-    masked_at = plain_at + len(items.plain.word) * lo.PLAIN_SIZE
+    masked_at = plain_at + len(items.plain.head) * lo.PLAIN_SIZE
     return _Places(
         launches=launches,
         rows=cursor,
@@ -152,7 +149,7 @@ def _places(items: Items, capacity: Buckets, launches: tuple[lo.Launch, ...]) ->
         reduce=reduce_at,
         plain=plain_at,
         masked=masked_at,
-        lists=masked_at + len(items.masked.word) * lo.MASKED_SIZE,
+        lists=masked_at + len(items.masked.head) * lo.MASKED_SIZE,
     )
 
 
