@@ -197,9 +197,11 @@ def _fields(
     if problem.horizon:
         count, behind = count * ~pieces.reserve, behind * ~pieces.reserve
     head += count
-    rows = np.empty((len(node) - border, 2), np.int32)
-    low, high = rows[:, 0], rows[:, 1]
-    low[:], high[:] = layout.row_begin.take(node[border:]), layout.row_end.take(node[border:])
+    of_node = layout.row_end.astype(np.int64)
+    of_node <<= 32
+    of_node += layout.row_begin
+    seen = of_node.take(node[border:])
+    low, high = seen.view(np.int32).reshape(-1, 2).T
     head[border:] += _halves(problem, tiling, pieces.tile[border:], low, high)
     head = head.repeat(counts)
     head += nth
@@ -220,7 +222,7 @@ def _fields(
         slots <<= lo.SLOT_SHIFT
         head += slots
     node, counts = node[border:], counts[border:]
-    seen = rows.view(np.int64)[:, 0].repeat(counts)
+    seen = seen.repeat(counts)
     if any_of(pieces.causal):
         causal = pieces.causal[border:].repeat(counts).nonzero()[0]
         seen_from = (layout.row_begin - layout.old_len - layout.position).take(node).repeat(counts).take(causal)
@@ -234,10 +236,12 @@ def _halves(problem: Problem, tiling: Tiling, tile: np.ndarray, low: np.ndarray,
         return np.zeros(len(tile), np.int32)
     ends, begins = zip(*(shape.halves(problem.heads.group) for shape in tiling.tiles))
     row = tiling.row_begin
-    first_end, second_begin = row + tiling.of_blocks(ends), row + tiling.of_blocks(begins)
-    halves = (high > second_begin.take(tile)).astype(np.int32)
+    first_end = second_begin = (row + tiling.of_blocks(ends)).take(tile)
+    if begins != ends:
+        second_begin = (row + tiling.of_blocks(begins)).take(tile)
+    halves = (high > second_begin).astype(np.int32)
     halves += halves
-    halves += low < first_end.take(tile)
+    halves += low < first_end
     halves <<= lo.HALVES_SHIFT
     return halves
 

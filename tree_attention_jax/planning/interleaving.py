@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pallas_kernels.mosaic_geometry import PART
-from tree_attention_jax._arrays import any_of, exclusive_cumsum, ragged_places, starts_of
+from tree_attention_jax._arrays import any_of, exclusive_cumsum, starts_of
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
@@ -65,16 +65,19 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
     part, last = place >> bits, place + entries
     last -= 1
     last >>= bits
-    cut = any_of(last != part)
+    parts = last - part
+    cut = any_of(parts)
     key = tile << 32
     key += part
     key += part
     key += second
     if cut:
-        owner, nth = ragged_places(last - part + 1)
+        parts += 1
+        owner = np.arange(len(parts)).repeat(parts)
+        first = starts_of(parts.astype(np.intp))[:-1]  # pieces of each before cutting
+        key -= 2 * first
         key = key.take(owner)
-        key += nth
-        key += nth
+        key += np.arange(0, 2 * len(owner), 2)
     order = key.argsort(kind="stable")
     sorted_owner = owner.take(order) if cut else order
     others = (~turns).nonzero()[0]
@@ -83,9 +86,9 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
         edge = (first_entry - place) * unit
         if first_slot is not None:
             edge -= first_slot
-        edge += part * PART
+        edge += (part - first) * PART
         edge = edge.take(sorted_owner)
-        edge += nth.take(order) * PART
+        edge += order * PART
         begin, end = pieces.begin[len(others) :], pieces.end[len(others) :]
         np.maximum(begin, edge, out=begin)
         np.minimum(end, edge + PART, out=end)
