@@ -67,7 +67,7 @@ class Layout:
             row += nth
             query_position += nth
         row_query = np.empty(num_rows, np.int32)
-        row_query[row] = np.arange(num_rows, dtype=np.int32)
+        row_query[row.astype(np.intp)] = np.arange(num_rows, dtype=np.int32)  # other indices are slow
         return cls(
             parent=tree.parent,
             children=children,

@@ -16,6 +16,7 @@ import numpy as np
 
 from pallas_kernels.layout import MAX_SLOTS
 from tree_attention_jax._arrays import all_of, any_of, as_int_vector, exclusive_cumsum, ragged_arange
+from tree_attention_jax._layout import Layout
 
 __all__ = ["TokenTree"]
 
@@ -97,7 +98,7 @@ class TokenTree:
             self.first_slot = as_int_vector("first_slot", first_slot, num_nodes)
         self._checked: set[int] = set()
         self._offsets: dict[int, np.ndarray] = {}
-        self._layout: Any = None
+        self._layout: Layout | None = None
         self._validate()
         for array in (self.parent, self.kv_len, self.q_len, self.first_slot, self.page_indptr, self.page_indices):
             if array is not None:
@@ -191,11 +192,9 @@ class TokenTree:
         return self.layout.query_position.copy()
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> Layout:
         """Depth-first numbering of nodes and queries (computed once): see :mod:`tree_attention_jax._layout`."""
         if self._layout is None:
-            from tree_attention_jax._layout import Layout
-
             self._layout = Layout.of(self)
         return self._layout
 

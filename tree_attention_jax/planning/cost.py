@@ -258,6 +258,8 @@ def _masked_unit(problem: Problem) -> int:
     tree = problem.tree
     if problem.horizon:
         return problem.unit_for(tree.first_slot, tree.kv_len)
+    if tree.num_children[0] == 1:  # the root comes first
+        return problem.unit_for(tree.first_slot[1:], tree.kv_len[1:])
     return problem.unit_for(tree.first_slot, tree.kv_len * (tree.parent >= 0))
 
 

@@ -180,9 +180,8 @@ def _write_items(buffer, items: Items, places: _Places, launch_counts, partial, 
     records[:, lo.PARTIAL] = partial
     first, last = items.row_begin, items.row_begin + items.num_rows - 1
     records[:, lo.QUERY] = row_query.take(first)
-    breaks = row_query[1:] - row_query[:-1] != 1
-    if any_of(breaks):
-        breaks = exclusive_cumsum(breaks)
+    if any_of(row_query[1:] < row_query[:-1]):  # else they are all in order
+        breaks = exclusive_cumsum(row_query[1:] - row_query[:-1] != 1)
         records[breaks.take(last) > breaks.take(first), lo.QUERY] = -1
     flat, begin = records.reshape(-1), 0
     for launch, count in zip(places.launches, launch_counts.tolist()):

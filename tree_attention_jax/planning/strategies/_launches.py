@@ -83,7 +83,7 @@ def price(
         whole = _whole(problem, shapes, launches, load, hopeless)
         if whole is not None:
             return np.array(whole), np.zeros(len(first), np.int32)
-    bits = max(int(np.maximum.reduce(longest)) - 1, 0).bit_length()
+    bits = max(int(longest[longest.argmax()]) - 1, 0).bit_length()
     length, limits = _lengths(bits)
     items, written = _splits(blocks, length, launches.reduced if reduced else None)
     # All repeated for each length: NumPy takes three times as long for short arrays that it has to broadcast.

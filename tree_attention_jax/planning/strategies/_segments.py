@@ -142,9 +142,12 @@ class SegmentTable(NamedTuple):
         # Segments that reach from a root, or from the virtual root, to the deepest leaf below write final results.
         partial_rows, roots = levels.rows.take(top), levels.inner_begin[2]
         partial_rows[: levels.begin[2] - roots] = 0  # leaves that are roots
-        ends = bounds[1 : levels.depth, :, 1:roots]  # of a root, spans that reach beyond its leaves are listed as well
-        at, root = (ends[:, 0] == ends[:, 1]).nonzero()
-        partial_rows[first.take(at) + root + (num_leaves + 1)] = 0
+        if roots > 2:
+            ends = bounds[1 : levels.depth, :, 1:roots]  # of a root, spans that reach beyond its leaves are listed too
+            at, root = (ends[:, 0] == ends[:, 1]).nonzero()
+            partial_rows[first.take(at) + root + (num_leaves + 1)] = 0
+        elif roots == 2 and levels.depth - 2 < spans:  # the only one that is no leaf, and so the deepest
+            partial_rows[num_leaves + starts[levels.depth - 2] + 1] = 0
         if levels.depth <= spans:
             partial_rows[-1] = 0
         pairs = span * len(inner)

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import any_of, exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import any_of, ragged_places, starts_of
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.strategies._common import make_tiling
@@ -330,7 +330,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     indptr = seen.indptr[begin : end + 1]
     runs = slice(indptr[0], indptr[-1])
     counts = seen.high[runs] - seen.low[runs]
-    upto = exclusive_cumsum(counts)
+    upto = starts_of(counts)
     place = np.arange(upto[-1])
     place += (seen.low[runs] - upto[:-1]).repeat(counts)
     node = levels.node.take(place)
