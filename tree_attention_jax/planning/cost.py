@@ -344,9 +344,9 @@ def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, 
     latency = maximum(longest * costs.latency_us + costs.ends_us, wave * waves)
     busy = maximum(work, memory) + minimum(OVERLAP * minimum(work, memory), MAX_EXPOSED_US)
     if (waves if ops is NUMBERS else np.maximum.reduce(waves, axis=None)) > 1:
-        last = (fill - waves + 1) / fill  # its share of the programs
-        waits = (waves > 1) & (fill < waves - 1e-9)
-        busy = busy + LAST_WAVE * maximum(wave - busy * last, 0) * waits
+        last = (fill - waves + 1.0) / fill  # its share of the programs
+        waits = (waves > 1.0) & (fill < waves - 1e-9)
+        busy = busy + LAST_WAVE * maximum(wave - busy * last, 0.0) * waits
     least = maximum(latency, steps * costs.step_bytes / profile.l2_bytes_per_us)
     return profile.launch_us + maximum(busy, least)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax._arrays import any_of, exclusive_cumsum, ragged_runs
+from tree_attention_jax._arrays import any_of, exclusive_cumsum, starts_of
 from tree_attention_jax.planning.buckets import FEW_LAUNCHES, Buckets
 from tree_attention_jax.planning.growth import ENTRIES, growth_records
 from tree_attention_jax.planning.lowering import Items
@@ -158,15 +158,20 @@ def _partials(problem: Problem, items: Items):
     num_rows = problem.layout.num_rows
     if int(np.add.reduce(items.num_rows)) == num_rows:  # each row has an item, as it sees its own token: none has two
         return -1, 0, np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
-    first, last = items.row_begin, items.row_begin + items.num_rows
-    change = np.bincount(first, minlength=num_rows + 1) - np.bincount(last, minlength=num_rows + 1)
+    counts = items.num_rows.astype(np.intp)
+    first = items.row_begin.astype(np.intp)
+    last = first + counts
+    change = np.bincount(first, minlength=num_rows + 1)
+    change -= np.bincount(last, minlength=num_rows + 1)
     crowded = exclusive_cumsum(np.add.accumulate(change)[:num_rows] > 1)
     shared = crowded.take(last) > crowded.take(first)
-    offset = exclusive_cumsum(items.num_rows * shared)
+    counts *= shared
+    offset = starts_of(counts)
     partial = np.where(shared, offset[:-1], -1)
-    query = problem.layout.row_query.take(ragged_runs(first[shared], items.num_rows[shared]))
-    reduce_list = np.argsort(query, kind="stable").astype(np.int32)
-    return partial, int(offset[-1]), exclusive_cumsum(np.bincount(query, minlength=num_rows)), reduce_list
+    row = (first - offset[:-1]).repeat(counts)
+    row += np.arange(len(row))
+    query = problem.layout.row_query.take(row)
+    return partial, len(row), starts_of(np.bincount(query, minlength=num_rows)), query.argsort(kind="stable")
 
 
 def _write_items(buffer, items: Items, places: _Places, launch_counts, partial, row_query) -> None:

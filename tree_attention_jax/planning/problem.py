@@ -86,11 +86,8 @@ class Problem:
         64 one-token draft nodes side by side in a page would take 64 entries of 16, one token in each. One of two
         values, because each compiles programs of its own.
         """
-        unit, total, within = (
-            self.unit,
-            int(np.add.reduce(tokens)),
-            self.tree.page_indices is not None and any_of(begin),
-        )
+        unit, total = self.unit, int(np.add.reduce(tokens))
+        within = self.tree.page_indices is not None and any_of(begin)
         if total >= (1 + within) * unit * np.count_nonzero(tokens):
             return unit  # long runs: their ends pad less than they hold, if they begin within an entry both ends do
         # Powers of two: bits are picked and shifted in a fraction of the time that divisions take.

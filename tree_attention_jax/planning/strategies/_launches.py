@@ -23,6 +23,8 @@ MIN_TOKENS = 64
 SHORT_TAIL = 0.2
 # Of more launches at once, one or the other gains by splitting nearly always; so do those that write partials anyhow.
 FEW = 16
+# Of more tiles it is worth to leave out those that are never split.
+MANY_TILES = 64
 # What is larger by less than this may be as large.
 ROUNDING = 1 + 1e-6
 
@@ -182,8 +184,10 @@ def _misfits(shapes: ShapeTable, bits: int) -> np.ndarray:
 def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """[lengths, L] each: items, and partials written that were not written before; ``reduced``: None if none is."""
     first, launch, tiles, tokens, rows = blocks
-    long = (tokens > MIN_TOKENS).nonzero()[0]
-    few = 2 * len(long) < len(tokens)  # the others are never split, so need not be looked at
+    few = False
+    if len(tokens) > MANY_TILES:
+        long = (tokens > MIN_TOKENS).nonzero()[0]
+        few = 2 * len(long) < len(tokens)  # the others are never split, so need not be looked at
     if few:
         items, written = np.empty((len(length), len(first))), np.zeros((len(length), len(first)))
         items[:] = _items_of(blocks)

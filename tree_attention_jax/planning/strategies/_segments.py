@@ -46,7 +46,7 @@ def masked_tokens(own: np.ndarray, tiles: np.ndarray, walked: np.ndarray) -> np.
     """About how many of the tokens walked are masked: never the top's own, which every row sees."""
     masked = own * tiles
     np.subtract(walked, masked, out=masked)
-    np.maximum(masked, 0, out=masked)
+    np.maximum(masked, 0.0, out=masked)
     masked *= MASKED_SHARE
     return masked
 
@@ -56,13 +56,13 @@ def one_sided(rows: np.ndarray, queries: Any, tiles: np.ndarray) -> np.ndarray:
 
     As if each row saw as much, and no other row of the other half did: then the busier half is the one with more rows.
     """
-    half, full = queries / 2, tiles - 1
+    half, full = queries / 2.0, tiles - 1.0
     others = full * half
     full *= queries
     busier = np.minimum(rows - full, half)
     busier += others
-    busier *= 2 / rows
-    busier -= 1
+    busier *= 2.0 / rows
+    busier -= 1.0
     return busier
 
 
@@ -81,7 +81,7 @@ class NodeTokens(NamedTuple):
         slots *= levels.tokens >= slots  # short runs will get entries of one token (:func:`.entries._chunks`)
         slots += levels.tokens
         tokens, rows = slots.astype(np.float32), levels.rows.astype(np.float32)
-        extra = rows - 1
+        extra = rows - 1.0
         extra *= tokens
         sums = np.zeros(len(tokens) + 1)
         sums[1:] = tokens

@@ -184,7 +184,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     queries = shapes.queries.take(shape)
     rows, tiles = np.minimum(sums.rows, queries), sums.tiles(queries)
     walked = sums.walked(queries, tiles)
-    can_mask = rows > 1  # a single row sees all that its tile walks
+    can_mask = rows > 1.0  # a single row sees all that its tile walks
     can_mask &= segments >= table.num_alone
     masked = masked_tokens(sums.own, tiles, walked)
     masked *= can_mask
@@ -197,7 +197,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         first = place = whose = owner
         launch += can_mask
         reduction: np.ndarray = np.zeros(len(owner))
-        in_all = np.maximum(walked, 1)
+        in_all = np.maximum(walked, 1.0)
     else:
         written = np.bincount(owner, sums.rows)
         reduction = written * (problem.heads.partial_bytes / profile.partial_bytes_per_us)
@@ -214,7 +214,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         whose, launch = np.divmod(key.take(first), num_kinds)
         place, total = spread(first, len(key)), np.add.reduceat(total, first)
         masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
-        in_all = np.maximum(np.add.reduceat(walked, first), 1)
+        in_all = np.maximum(np.add.reduceat(walked, first), 1.0)
     blocks = Blocks(first, place, tiles, walked / tiles, rows)
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
     reduced = reduction.take(whose) > 0
@@ -307,12 +307,21 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     tokens, masked = (before_high - before_low)[:num_tiles], masked[:num_tiles]
     alone = np.zeros(num_tiles)  # of one half of a tile, beyond those of the other
     if len(halved):
+        of_both, high, low, of_some = tokens - masked, before_high[:num_tiles], before_low[:num_tiles], masked
+        if len(halved) < num_tiles:
+            of_both, high, low, of_some = (column.take(halved) for column in (of_both, high, low, of_some))
         # The first half sees all up to the middle, the second one all from there on.
-        busier = before_high[num_tiles:] - before_low.take(halved)
-        np.maximum(busier, before_high.take(halved) - before_low[num_tiles:], out=busier)
-        busier -= (tokens - masked).take(halved)
-        alone[halved] = np.maximum(2 * busier - masked.take(halved), 0)
-    in_all = np.maximum(np.add.reduceat(tokens, first), 1)
+        busier = before_high[num_tiles:] - low
+        np.maximum(busier, high - before_low[num_tiles:], out=busier)
+        busier -= of_both
+        busier *= 2.0
+        busier -= of_some
+        np.maximum(busier, 0.0, out=busier)
+        if len(halved) < num_tiles:
+            alone[halved] = busier
+        else:
+            alone = busier
+    in_all = np.maximum(np.add.reduceat(tokens, first), 1.0)
     masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
     blocks = Blocks(first, of_tile, None, tokens, (row1 - row0).astype(np.float64))
     alone /= in_all
