@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.layout import MAX_SLOTS
-from tree_attention_jax._arrays import all_of, any_of, as_int_vector, exclusive_cumsum, ragged_arange
+from tree_attention_jax._arrays import all_of, any_of, as_int_vector, ceil_div, exclusive_cumsum, ragged_arange
 from tree_attention_jax._layout import Layout
 
 __all__ = ["TokenTree"]
@@ -212,7 +212,7 @@ class TokenTree:
         if self.page_indptr is not None:
             return self.page_indptr
         if page_size not in self._offsets:
-            self._offsets[page_size] = exclusive_cumsum(-(-self.kv_len // page_size))
+            self._offsets[page_size] = exclusive_cumsum(ceil_div(self.kv_len, page_size))
         return self._offsets[page_size]
 
     def with_pages(self, page_size: int, reserve: int = 0) -> TokenTree:

@@ -201,7 +201,8 @@ def _fields(
     of_node <<= 32
     of_node += layout.row_begin
     seen = of_node.take(node[border:])
-    low, high = seen.view(np.int32).reshape(-1, 2).T
+    both = seen.view(np.int32)
+    low, high = both[::2], both[1::2]
     head[border:] += _halves(problem, tiling, pieces.tile[border:], low, high)
     head = head.repeat(counts)
     head += nth
@@ -232,9 +233,9 @@ def _fields(
 
 def _halves(problem: Problem, tiling: Tiling, tile: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Bits of the halves of their tiles that may see masked pieces, which such rows see: 0 where no tile has two."""
-    if max(shape.rows for shape in tiling.tiles) <= lo.HALF:
+    if max([shape.rows for shape in tiling.tiles]) <= lo.HALF:
         return np.zeros(len(tile), np.int32)
-    ends, begins = zip(*(shape.halves(problem.heads.group) for shape in tiling.tiles))
+    ends, begins = zip(*[shape.halves(problem.heads.group) for shape in tiling.tiles])
     row = tiling.row_begin
     first_end = second_begin = (row + tiling.of_blocks(ends)).take(tile)
     if begins != ends:

@@ -103,7 +103,7 @@ def price(
     time += written
     split = time[1:]
     split += profile.launch_us * ~launches.reduced if reduced else profile.launch_us
-    np.copyto(split, np.inf, where=senseless[1:])
+    np.putmask(split, senseless[1:], np.inf)
     return np.minimum.reduce(time), limits.take(time.argmin(axis=0))
 
 

@@ -109,6 +109,7 @@ class _Candidates(NamedTuple):
     segments: np.ndarray  # places in the table
     shape: np.ndarray
     twin: int  # a segmentation that is the same as the first one; 0: none
+    shown: bool  # the first one is the best, as a bound shows
 
 
 class _Finalists(NamedTuple):
@@ -146,11 +147,11 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         optima = Optima(table, options_of(problem, table, lists, prices))
         best, where_cheap = optima[0], optima[len(lists) * (len(prices) - 1)]
     shape = time.take(best, axis=1).argmin(axis=0)
-    used = np.bincount(shape).nonzero()[0].tolist()
+    used = sorted(set(shape.tolist()))
     alone = [(0, index) for index in used] if len(used) > 1 else []  # (price, shape)
     if few:
         cheap_shape = time.take(where_cheap, axis=1).argmin(axis=0)
-        alone += [(1, index) for index in np.bincount(cheap_shape).nonzero()[0].tolist()]
+        alone += [(1, index) for index in sorted(set(cheap_shape.tolist()))]
     found = [best]
     if whole is not None:
         found += [best] * len(alone)
@@ -173,7 +174,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     owner, of_others = np.arange(len(counts)), np.array(shape_of, np.intp)
     if len(counts) < sum(counts):
         owner, of_others = owner.repeat(counts), of_others.repeat(counts[1:])
-    return table, _Candidates(owner, np.concatenate(found), np.concatenate([shape, of_others]), twin)
+    return table, _Candidates(owner, np.concatenate(found), np.concatenate([shape, of_others]), twin, whole is not None)
 
 
 def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
@@ -219,7 +220,9 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
     reduced = reduction.take(whose) > 0
     launches = Launches(launch, masked / in_all, alone / in_all, memory, reduced)
-    times, limits = price(problem, shapes, launches, blocks, NO_HOPE * (1 + NEARLY) if single else np.inf)
+    # Where no bound shows what is best the root is long: then some launch gains by a split nearly always.
+    hopeless, gains = NO_HOPE * (1 + NEARLY) if single else np.inf, not candidates.shown
+    times, limits = price(problem, shapes, launches, blocks, hopeless, gains)
     unusual = other.tolist() if problem.heads.num_kv_heads > 1 else [True] * len(reduction)
     time = _comparable((times if single else np.bincount(whose, times)) + reduction, unusual)
 
@@ -260,7 +263,7 @@ def _comparable(time: np.ndarray, unusual: list[bool]) -> list[float]:
 
 def _is_tiny(problem: Problem) -> bool:
     slots = problem.tree.num_nodes * problem.unit  # beside those of the tokens
-    return slots <= FEW_SLOTS and slots + int(problem.tree.kv_len.sum()) <= FEW_SLOTS
+    return slots <= FEW_SLOTS and slots + int(np.add.reduce(problem.tree.kv_len)) <= FEW_SLOTS
 
 
 def _launch_keys(
