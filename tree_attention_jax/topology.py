@@ -46,6 +46,7 @@ class TokenTree:
         "_checked",
         "_layout",
         "_offsets",
+        "above",
         "first_slot",
         "kv_len",
         "num_children",
@@ -61,6 +62,7 @@ class TokenTree:
     page_indptr: np.ndarray | None
     page_indices: np.ndarray | None
     first_slot: np.ndarray
+    above: np.ndarray  # intp [N + 1]: parent + 1, behind a 0
     num_children: np.ndarray  # int [N + 1]: of the forest, which are its roots; then of each node
 
     def __init__(
@@ -74,7 +76,9 @@ class TokenTree:
     ):
         self.parent = as_int_vector("parent", parent)
         num_nodes = len(self.parent)
-        above = self.parent + 1
+        self.above = np.zeros(num_nodes + 1, np.intp)
+        np.add(self.parent, 1, out=self.above[1:])
+        above = self.above[1:]
         _check_parent(self.parent, above)
         self.kv_len = as_int_vector("kv_len", kv_len, num_nodes)
         self.num_children = np.bincount(above, minlength=num_nodes + 1)
@@ -343,7 +347,7 @@ def _reject(bad: np.ndarray, describe: Any) -> None:
 
 def _check_parent(parent: np.ndarray, above: np.ndarray) -> None:
     # Without a sign, ``above`` = parent + 1 is huge where the parent is below -1.
-    if all_of(above.view(np.uint32) <= np.arange(len(parent), dtype=np.uint32)):
+    if all_of(above.view(np.uintp) <= np.arange(len(parent), dtype=np.uintp)):
         return
     nodes = np.arange(len(parent))
     _reject(parent < -1, lambda i: f"parent[{i}] is {parent[i]}: a parent is a node index, or -1 for a root")

@@ -103,9 +103,7 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
         slots -= of_plain
         of_plain >>= units[0].bit_length() - 1
         slots >>= units[1].bit_length() - 1
-        if any(
-            [t.mosaic for t in tiling.tiles]
-        ):  # halves of a tile take turns part by part: no piece begins within one
+        if any([t.mosaic for t in tiling.tiles]):  # their halves take turns part by part: no piece begins within one
             size = tiling.of_blocks([PART // units[1] if t.mosaic else 1 for t in tiling.tiles])
             size = size if one_launch else size.take(tile)
             slots = np.where(slots < masked_count, slots & -size, slots)

@@ -335,8 +335,10 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
 
     winner, low, high = plans.ranks[0], 0, num_launches
     if len(plans.ranks) > 1:
-        winner = min(plans.ranks, key=_comparable(time, plans.unusual).__getitem__)
-        low, high = plans.whose.searchsorted([winner, winner + 1]).tolist()
+        comparable = _comparable(time.take(plans.ranks), [plans.unusual[rank] for rank in plans.ranks])
+        winner, whose = plans.ranks[comparable.index(min(comparable))], plans.whose.tolist()
+        low = whose.index(winner)
+        high = low + whose.count(winner)
     begin, end = first[low], first[high] if high < len(first) else len(row0)
     which = of_tile[begin:end]
     indptr = seen.indptr[begin : end + 1]
