@@ -176,14 +176,7 @@ def _fields(
     start, stop, first, counts, units = chunks
     consecutive = tree.page_indices is None
     further = (1 << 32) + (consecutive << lo.SLOT_SHIFT)  # what a head gains a slot, but for its count
-    nth = np.arange(upto[-1])  # slots from the first entry of all on
-    count: Any = units[0]
-    if units[0] == units[1]:
-        nth *= count * further
-    else:
-        nth[: upto[border]] *= units[0] * further
-        nth[upto[border] :] *= units[1] * further
-        count = np.where(pieces.masked, units[1], units[0])
+    count: Any = units[0] if units[0] == units[1] else np.where(pieces.masked, units[1], units[0])
     before = start - first * count  # slots of the first entry that are not the piece's
     behind = -stop  # ... of the last one
     behind &= count - 1
@@ -205,7 +198,14 @@ def _fields(
     low, high = both[::2], both[1::2]
     head[border:] += _halves(problem, tiling, pieces.tile[border:], low, high)
     head = head.repeat(counts)
-    head += nth
+    step = units[0] * further
+    if units[0] == units[1]:
+        head += np.arange(0, len(head) * step, step)
+    else:
+        nth = np.arange(len(head))
+        nth[: upto[border]] *= step
+        nth[upto[border] :] *= units[1] * further
+        head += nth
     # Where a piece begins or ends within an entry, its first or last one is shorter. Pieces that repeat have none.
     if any_of(before):
         which = (before * counts > 0).nonzero()[0]

@@ -72,14 +72,13 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
     key += part
     key += second
     if cut:
-        parts += 1
-        owner = np.arange(len(parts)).repeat(parts)
-        first = starts_of(parts.astype(np.intp))[:-1]  # pieces of each before cutting
+        counts = parts.astype(np.intp)
+        counts += 1
+        first = starts_of(counts)[:-1]  # place of each one's first part before they are sorted
         key -= 2 * first
-        key = key.take(owner)
-        key += np.arange(0, 2 * len(owner), 2)
-    order = key.argsort(kind="stable")
-    sorted_owner = owner.take(order) if cut else order
+        order, sorted_owner = _sorted_parts(key, counts)
+    else:
+        order = sorted_owner = key.argsort(kind="stable")
     others = (~turns).nonzero()[0]
     pieces = pieces.take(np.concatenate([others, which.take(sorted_owner)]))
     if cut:
@@ -93,3 +92,15 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
         np.maximum(begin, edge, out=begin)
         np.minimum(end, edge + PART, out=end)
     return pieces
+
+
+def _sorted_parts(key: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The order of so many parts of each piece, and the piece that each one is of, in that order.
+
+    ``key``: from piece to piece, what parts are sorted by, less twice their place before.
+    """
+    owner = np.arange(len(counts)).repeat(counts)
+    key = key.take(owner)
+    key += np.arange(0, 2 * len(owner), 2)
+    order = key.argsort(kind="stable")
+    return order, owner.take(order)
