@@ -136,7 +136,19 @@ def _repeats(pieces: Pieces, count: np.ndarray, indptr: np.ndarray) -> np.ndarra
         indptr: where they begin.
     """
     num_tiles, num_plain = len(count), int(indptr[len(count)])
-    tile, node, begin, end = (column[:num_plain] for column in pieces[:4])
+    tile, node, begin, end, *_, reserve = [column[:num_plain] for column in pieces]
+    each, rest = divmod(num_plain, num_tiles)
+    if rest == 0 and all_of(count == each):  # those of a regular tree
+        last = node[each - 1 :: each]
+        if not any_of(last[1:] == last[:-1]):
+            return None
+        differs = node[each:] != node[:-each]
+        differs |= begin[each:] != begin[:-each]
+        differs |= end[each:] != end[:-each]
+        differs |= reserve[each:]
+        same = np.zeros(num_tiles, bool)
+        np.logical_not(np.logical_or.reduce(differs.reshape(-1, each), axis=1), out=same[1:])
+        return same if any_of(same) else None
     same = count > 0
     same[0] = False
     same[1:] &= count[1:] == count[:-1]
@@ -151,7 +163,7 @@ def _repeats(pieces: Pieces, count: np.ndarray, indptr: np.ndarray) -> np.ndarra
     differs = node != node.take(before)
     differs |= begin != begin.take(before)
     differs |= end != end.take(before)
-    differs |= pieces.reserve[:num_plain]
+    differs |= reserve
     same[tile[differs]] = False
     return same if any_of(same) else None
 
