@@ -53,3 +53,23 @@ def test_bounds_change_nothing_that_counts(monkeypatch, gpu: str, heads: tuple[i
         np.testing.assert_array_equal(limits[counts], all_limits[counts])
         assert (times[~counts] > enough).all()
     assert 10 < sum(times is not None for times in found) < 190
+
+
+@pytest.mark.parametrize("gains", [False, True])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_groups_of_a_tile_need_no_ones(gains: bool, reduced: bool):
+    rng = np.random.default_rng(3)
+    problem = make_problem(ta.TokenTree([-1], [64]), 16, 32, 8, gpu="NVIDIA H200")
+    shapes = shapes_for(problem, SHORTEST_STEP)
+    several = 0
+    for _ in range(200):
+        launches, blocks = random_launches(rng, problem, shapes)
+        if reduced:
+            launches = launches._replace(reduced=rng.random(len(launches.launch)) < 0.5)
+        if (blocks.tiles == 1).all():
+            several += 1
+            expected = price(problem, shapes, launches, blocks, gains=gains)
+            found = price(problem, shapes, launches, blocks._replace(tiles=None), gains=gains)
+            for numbers, others in zip(found, expected):
+                np.testing.assert_array_equal(numbers, others)
+    assert several > 50

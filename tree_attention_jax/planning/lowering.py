@@ -77,18 +77,21 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
     total = plain_slots + masked.real * units[1]
     one_launch = len(tiling.tiles) == 1
     split = _split(tiling, total)
-    tile, begin, end = split or (None, None, None)
-    launch = tiling.tile if tile is None else tiling.tile.take(tile)
-    rank = -total if begin is None else begin - end
+    tile: np.ndarray | None
+    if split is None:
+        tile, launch, rank = None, tiling.tile, -total
+    else:
+        tile, begin, end = split
+        launch, rank = tiling.tile.take(tile), begin - end
     if not one_launch:
         rank = rank + (launch.astype(np.int64) << 32)
     if not all_of(rank[1:] >= rank[:-1]):  # those of regular trees are in order
         order = rank.argsort(kind="stable")
         launch = launch.take(order)
-        if split is not None:
-            tile, begin, end = tile.take(order), begin.take(order), end.take(order)
-        else:
+        if tile is None:
             tile = order
+        else:
+            tile, begin, end = tile.take(order), begin.take(order), end.take(order)
 
     def of_items(column: np.ndarray) -> np.ndarray:
         return column if tile is None else column.take(tile)
@@ -96,7 +99,7 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
     plain_begin, masked_begin = of_items(plain.begin), of_items(masked.begin)
     plain_count, masked_count = of_items(plain.real), of_items(masked.real)
     if split is not None:
-        border = plain_slots.take(tile)
+        border = of_items(plain_slots)
         slots = np.array([begin, end])  # where pieces begin and end
         # An entry goes to the piece that it ends in: two pieces that meet round alike. Units are powers of two.
         of_plain = np.minimum(slots, border)
@@ -105,7 +108,7 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
         slots >>= units[1].bit_length() - 1
         if any([t.mosaic for t in tiling.tiles]):  # their halves take turns part by part: no piece begins within one
             size = tiling.of_blocks([PART // units[1] if t.mosaic else 1 for t in tiling.tiles])
-            size = size if one_launch else size.take(tile)
+            size = size if one_launch else of_items(size)
             slots = np.where(slots < masked_count, slots & -size, slots)
         plain_begin, plain_count = plain_begin + of_plain[0], of_plain[1] - of_plain[0]
         masked_begin, masked_count = masked_begin + slots[0], slots[1] - slots[0]

@@ -208,11 +208,11 @@ def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray | None) -> t
     if tiles is not None:
         pieces *= tiles
     if len(first) < len(tokens):
-        added = np.add.reduceat(added, first, axis=2)
+        pieces, partials = np.add.reduceat(added, first, axis=2)
     if not few:
-        return added
-    items[:, which] += added[0]
-    written[:, which] = added[1]
+        return pieces, partials
+    items[:, which] += pieces
+    written[:, which] = partials
     return items, written
 
 
