@@ -321,7 +321,7 @@ NUMBERS = SimpleNamespace(maximum=max, minimum=min, ceil=math.ceil, sqrt=math.sq
 
 
 def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, memory, ops: Any = np) -> Any:
-    """Microseconds of launches; arguments from the second to the last but one are numbers, or arrays that broadcast.
+    """Microseconds of launches; arguments from the second to the last but one are numbers, or arrays of a shape.
 
     Args:
         profile: rates of the GPU.
@@ -333,16 +333,20 @@ def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, 
     """
     ceil, maximum, minimum = ops.ceil, ops.maximum, ops.minimum
     an_sm = items * costs.programs
-    work = items * costs.item_work_us + steps * (costs.step_us * costs.programs)
+    work = items * costs.item_work_us
+    work += steps * (costs.step_us * costs.programs)
     # Some SMs have one program more than others: work lasts longer by the root of that ratio. What follows rounds up
     # quotients that may be a whole number and a little.
     work *= ops.sqrt(ceil(an_sm - 1e-9) / an_sm)
     # Programs that do not fit at once run in waves; each waits out its own loads.
     fill = an_sm / costs.resident
     waves = ceil(fill - 1e-9)
-    wave = steps * costs.latency_us / items + costs.ends_us
+    wave = steps * costs.latency_us
+    wave /= items
+    wave += costs.ends_us
     latency = maximum(longest * costs.latency_us + costs.ends_us, wave * waves)
-    busy = maximum(work, memory) + minimum(OVERLAP * minimum(work, memory), MAX_EXPOSED_US)
+    busy = maximum(work, memory)
+    busy += minimum(OVERLAP * minimum(work, memory), MAX_EXPOSED_US)
     if (waves if ops is NUMBERS else np.maximum.reduce(waves, axis=None)) > 1:
         last = (fill - waves + 1.0) / fill  # its share of the programs
         waits = (waves > 1.0) & (fill < waves - 1e-9)

@@ -46,7 +46,7 @@ class Launches(NamedTuple):
     masked: np.ndarray  # share of the steps that are masked,
     one_sided: np.ndarray  # ... and of one half of a tile alone
     memory: np.ndarray  # time to read the launch's K/V once
-    reduced: np.ndarray  # the rows have other partials, so that a split makes no final result partial
+    reduced: np.ndarray | None  # rows have other partials, so that a split makes no final result partial; None: none
 
 
 def price(
@@ -72,7 +72,9 @@ def price(
         [L] microseconds with the best limit, with the partials that splitting adds, and [L] the limit: tokens that an
         item may have at most; 0: none is split.
     """
-    profile, first, reduced = problem.profile, blocks.first, any_of(launches.reduced)
+    profile, first, reduced = problem.profile, blocks.first, launches.reduced
+    if reduced is not None and not any_of(reduced):
+        reduced = None
     longest, block_kv = blocks.tokens, shapes.launch_block_kv.take(launches.launch)
     steps = longest / (block_kv if len(longest) == len(first) else block_kv.take(blocks.launch))
     np.ceil(steps, out=steps)
@@ -80,14 +82,14 @@ def price(
         steps *= blocks.tiles
     if len(longest) > len(first):  # some launch has several groups
         longest, steps = np.maximum.reduceat(longest, first), np.add.reduceat(steps, first)
-    if not gains and len(first) <= FEW and not reduced:
+    if not gains and len(first) <= FEW and reduced is None:
         load = steps, _items_of(blocks), longest, *_longest_tiles(blocks, longest)
         whole = _whole(problem, shapes, launches, load, hopeless)
         if whole is not None:
             return np.array(whole), np.zeros(len(first), np.int32)
     bits = max(int(longest[longest.argmax()]) - 1, 0).bit_length()
     length, limits = _lengths(bits)
-    items, written = _splits(blocks, length, launches.reduced if reduced else None)
+    items, written = _splits(blocks, length, reduced)
     # All repeated for each length: NumPy takes three times as long for short arrays that it has to broadcast.
     rows = shapes.launch_rows(launches.launch, launches.masked, launches.one_sided)
     rows[9], rows[10], rows[11] = steps, launches.memory, longest
@@ -102,7 +104,7 @@ def price(
     written *= problem.heads.partial_bytes / profile.partial_bytes_per_us
     time += written
     split = time[1:]
-    split += profile.launch_us * ~launches.reduced if reduced else profile.launch_us
+    split += profile.launch_us if reduced is None else profile.launch_us * ~reduced
     np.putmask(split, senseless[1:], np.inf)
     return np.minimum.reduce(time), limits.take(time.argmin(axis=0))
 

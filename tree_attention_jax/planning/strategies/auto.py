@@ -122,6 +122,7 @@ class _Finalists(NamedTuple):
     whose: np.ndarray  # [L] the candidate that a launch is of
     launch: np.ndarray  # [L] shape * 2 + masked
     memory: np.ndarray  # [L] time to read its K/V once
+    reduced: np.ndarray | None  # [L] its candidate has several partials of a row; None: none has
     ranks: list[int]  # the candidates, best estimate first
     reduction: np.ndarray  # of all candidates: time of the partials that they write, and of the launch that merges them
     unusual: list[bool]  # of all candidates: they have other shapes than the usual one
@@ -218,7 +219,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         in_all = np.maximum(np.add.reduceat(walked, first), 1.0)
     blocks = Blocks(first, place, tiles, walked / tiles, rows)
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
-    reduced = reduction.take(whose) > 0
+    reduced = None if single else reduction.take(whose) > 0
     launches = Launches(launch, masked / in_all, alone / in_all, memory, reduced)
     # Where no bound shows what is best the root is long: then some launch gains by a split nearly always.
     hopeless, gains = NO_HOPE * (1 + NEARLY) if single else np.inf, not candidates.shown
@@ -249,6 +250,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         whose=whose.take(ours),
         launch=launch.take(ours),
         memory=memory.take(ours),
+        reduced=None if reduced is None else reduced.take(ours),
         ranks=ranks,
         reduction=reduction,
         unusual=unusual,
@@ -258,7 +260,8 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
 
 def _comparable(time: np.ndarray, unusual: list[bool]) -> list[float]:
     """Times of candidates as they are compared: see ``NEARLY``."""
-    return [us * (1 + NEARLY * (other or us > SMALL_US)) for us, other in zip(time.tolist(), unusual)]
+    longer = 1 + NEARLY
+    return [us * longer if other or us > SMALL_US else us for us, other in zip(time.tolist(), unusual)]
 
 
 def _is_tiny(problem: Problem) -> bool:
@@ -328,8 +331,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
     blocks = Blocks(first, of_tile, None, tokens, (row1 - row0).astype(np.float64))
     alone /= in_all
-    reduced = plans.reduction.take(plans.whose) > 0
-    launches = Launches(plans.launch, masked / in_all, alone, plans.memory, reduced)
+    launches = Launches(plans.launch, masked / in_all, alone, plans.memory, plans.reduced)
     times, limits = price(problem, shapes, launches, blocks, gains=plans.gains)
     time = np.bincount(plans.whose, times, len(plans.reduction)) + plans.reduction
 
