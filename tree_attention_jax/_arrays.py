@@ -38,6 +38,13 @@ def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:
     return offsets
 
 
+def starts_of(counts: np.ndarray) -> np.ndarray:
+    """The same as intp, which takes no conversion where these are indices; of intp counts."""
+    offsets = np.zeros(len(counts) + 1, np.intp)
+    np.add.accumulate(counts, out=offsets[1:])
+    return offsets
+
+
 def ragged_arange(counts: np.ndarray) -> np.ndarray:
     """``0..counts[0]-1, 0..counts[1]-1, ...`` as one int32 array."""
     return ragged_runs(0, counts)

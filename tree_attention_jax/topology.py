@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.layout import MAX_SLOTS
-from tree_attention_jax._arrays import all_of, any_of, as_int_vector, exclusive_cumsum, ragged_arange
+from tree_attention_jax._arrays import all_of, any_of, as_int_vector, ceil_div, exclusive_cumsum, ragged_arange
+from tree_attention_jax._layout import Layout
 
 __all__ = ["TokenTree"]
 
@@ -45,6 +46,7 @@ class TokenTree:
         "_checked",
         "_layout",
         "_offsets",
+        "above",
         "first_slot",
         "kv_len",
         "num_children",
@@ -60,6 +62,7 @@ class TokenTree:
     page_indptr: np.ndarray | None
     page_indices: np.ndarray | None
     first_slot: np.ndarray
+    above: np.ndarray  # intp [N + 1]: parent + 1, behind a 0
     num_children: np.ndarray  # int [N + 1]: of the forest, which are its roots; then of each node
 
     def __init__(
@@ -73,7 +76,9 @@ class TokenTree:
     ):
         self.parent = as_int_vector("parent", parent)
         num_nodes = len(self.parent)
-        above = self.parent + 1
+        self.above = np.zeros(num_nodes + 1, np.intp)
+        np.add(self.parent, 1, out=self.above[1:])
+        above = self.above[1:]
         _check_parent(self.parent, above)
         self.kv_len = as_int_vector("kv_len", kv_len, num_nodes)
         self.num_children = np.bincount(above, minlength=num_nodes + 1)
@@ -97,7 +102,7 @@ class TokenTree:
             self.first_slot = as_int_vector("first_slot", first_slot, num_nodes)
         self._checked: set[int] = set()
         self._offsets: dict[int, np.ndarray] = {}
-        self._layout: Any = None
+        self._layout: Layout | None = None
         self._validate()
         for array in (self.parent, self.kv_len, self.q_len, self.first_slot, self.page_indptr, self.page_indices):
             if array is not None:
@@ -191,11 +196,9 @@ class TokenTree:
         return self.layout.query_position.copy()
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> Layout:
         """Depth-first numbering of nodes and queries (computed once): see :mod:`tree_attention_jax._layout`."""
         if self._layout is None:
-            from tree_attention_jax._layout import Layout
-
             self._layout = Layout.of(self)
         return self._layout
 
@@ -213,7 +216,7 @@ class TokenTree:
         if self.page_indptr is not None:
             return self.page_indptr
         if page_size not in self._offsets:
-            self._offsets[page_size] = exclusive_cumsum(-(-self.kv_len // page_size))
+            self._offsets[page_size] = exclusive_cumsum(ceil_div(self.kv_len, page_size))
         return self._offsets[page_size]
 
     def with_pages(self, page_size: int, reserve: int = 0) -> TokenTree:
@@ -344,7 +347,7 @@ def _reject(bad: np.ndarray, describe: Any) -> None:
 
 def _check_parent(parent: np.ndarray, above: np.ndarray) -> None:
     # Without a sign, ``above`` = parent + 1 is huge where the parent is below -1.
-    if all_of(above.view(np.uint32) <= np.arange(len(parent), dtype=np.uint32)):
+    if all_of(above.view(np.uintp) <= np.arange(len(parent), dtype=np.uintp)):
         return
     nodes = np.arange(len(parent))
     _reject(parent < -1, lambda i: f"parent[{i}] is {parent[i]}: a parent is a node index, or -1 for a root")

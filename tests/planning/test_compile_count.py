@@ -12,7 +12,7 @@ import tree_attention_jax as ta
 
 HEADS = Heads(1, 1, 16)
 PAGE_SIZE = 16
-MOST = 12
+MOST = 14
 
 
 def growing_tree(nodes: int, seed: int = 0) -> Iterator[ta.TokenTree]:

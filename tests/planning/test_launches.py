@@ -30,7 +30,7 @@ def random_launches(rng: np.random.Generator, problem: Problem, shapes: ShapeTab
     one_sided = masked * rng.uniform(0, 1, count) * shapes.two_halves.take(launch >> 1)
     walked = np.add.reduceat(tokens * tiles, first)
     memory = rng.uniform(0.02, 1, count) * walked * problem.heads.token_bytes / problem.profile.bytes_per_us
-    launches = Launches(launch, masked, one_sided, memory, np.zeros(count, bool))
+    launches = Launches(launch, masked, one_sided, memory, None)
     return launches, Blocks(first, of_group, tiles, tokens, rows)
 
 
@@ -53,3 +53,24 @@ def test_bounds_change_nothing_that_counts(monkeypatch, gpu: str, heads: tuple[i
         np.testing.assert_array_equal(limits[counts], all_limits[counts])
         assert (times[~counts] > enough).all()
     assert 10 < sum(times is not None for times in found) < 190
+
+
+@pytest.mark.parametrize("gains", [False, True])
+@pytest.mark.parametrize("partials", [False, True])
+def test_groups_of_a_tile_need_no_ones(gains: bool, partials: bool):
+    rng = np.random.default_rng(3)
+    problem = make_problem(ta.TokenTree([-1], [64]), 16, 32, 8, gpu="NVIDIA H200")
+    shapes = shapes_for(problem, SHORTEST_STEP)
+    several = 0
+    for _ in range(200):
+        launches, blocks = random_launches(rng, problem, shapes)
+        if partials:
+            some = rng.integers(0, 2, len(launches.launch)) * rng.integers(64, 4000, len(launches.launch))
+            launches = launches._replace(partials=some.astype(float))
+        if (blocks.tiles == 1).all():
+            several += 1
+            expected = price(problem, shapes, launches, blocks, gains=gains)
+            found = price(problem, shapes, launches, blocks._replace(tiles=None), gains=gains)
+            for numbers, others in zip(found, expected):
+                np.testing.assert_array_equal(numbers, others)
+    assert several > 50

@@ -268,6 +268,8 @@ def _masked_unit(problem: Problem) -> int:
     tree = problem.tree
     if problem.horizon:
         return problem.unit_for(tree.first_slot, tree.kv_len)
+    if tree.num_children[0] == 1:  # the root comes first
+        return problem.unit_for(tree.first_slot[1:], tree.kv_len[1:])
     return problem.unit_for(tree.first_slot, tree.kv_len * (tree.parent >= 0))
 
 
@@ -330,7 +332,7 @@ NUMBERS = SimpleNamespace(maximum=max, minimum=min, ceil=math.ceil, sqrt=math.sq
 
 
 def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, memory, ops: Any = np) -> Any:
-    """Microseconds of launches; arguments from the second to the last but one are numbers, or arrays that broadcast.
+    """Microseconds of launches; arguments from the second to the last but one are numbers, or arrays of a shape.
 
     Args:
         profile: rates of the GPU.
@@ -342,20 +344,24 @@ def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, 
     """
     ceil, maximum, minimum = ops.ceil, ops.maximum, ops.minimum
     an_sm = items * costs.programs
-    work = items * costs.item_work_us + steps * (costs.step_us * costs.programs)
+    work = items * costs.item_work_us
+    work += steps * (costs.step_us * costs.programs)
     # Some SMs have one program more than others: work lasts longer by the root of that ratio. What follows rounds up
     # quotients that may be a whole number and a little.
     work *= ops.sqrt(ceil(an_sm - 1e-9) / an_sm)
     # Programs that do not fit at once run in waves; each waits out its own loads.
     fill = an_sm / costs.resident
     waves = ceil(fill - 1e-9)
-    wave = steps * costs.latency_us / items + costs.ends_us
+    wave = steps * costs.latency_us
+    wave /= items
+    wave += costs.ends_us
     latency = maximum(longest * costs.latency_us + costs.ends_us, wave * waves)
-    busy = maximum(work, memory) + minimum(OVERLAP * minimum(work, memory), MAX_EXPOSED_US)
+    busy = maximum(work, memory)
+    busy += minimum(OVERLAP * minimum(work, memory), MAX_EXPOSED_US)
     if (waves if ops is NUMBERS else np.maximum.reduce(waves, axis=None)) > 1:
-        last = (fill - waves + 1) / fill  # its share of the programs
-        waits = (waves > 1) & (fill < waves - 1e-9)
-        busy = busy + LAST_WAVE * maximum(wave - busy * last, 0) * waits
+        last = (fill - waves + 1.0) / fill  # its share of the programs
+        waits = (waves > 1.0) & (fill < waves - 1e-9)
+        busy = busy + LAST_WAVE * maximum(wave - busy * last, 0.0) * waits
     least = maximum(latency, steps * costs.step_bytes / profile.l2_bytes_per_us)
     return profile.launch_us + maximum(busy, least)
 

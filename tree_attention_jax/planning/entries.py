@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum
+from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum, starts_of
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem, pads_many
 from tree_attention_jax.planning.tiling import Tiling
@@ -19,11 +19,9 @@ class Entries(NamedTuple):
     Behind those of a tile with growing leaves lies its reserve: room for the tokens that they will append.
     """
 
-    word: np.ndarray  # slot and count, packed
-    position: np.ndarray
-    # Of masked entries: rows that see them.
-    low: np.ndarray  # complemented where the entry is causal
-    high: np.ndarray
+    # Two int32 are one int64 here, the first one its lower half: that takes half as many repeats and copies.
+    head: np.ndarray  # word (slot and count, packed), position
+    seen: np.ndarray  # of masked entries, rows that see them: low (complemented where the entry is causal), high
     begin: np.ndarray
     real: np.ndarray
     # Of each entry, for leaves that grow: empty without a horizon.
@@ -55,15 +53,15 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     of_tiles = np.empty(2 * num_tiles, np.intp)
     of_tiles[:num_tiles] = np.bincount(pieces.tile[:border], minlength=num_tiles)
     of_tiles[num_tiles:] = np.bincount(pieces.tile[border:], minlength=num_tiles)
-    indptr = exclusive_cumsum(of_tiles)
+    indptr = starts_of(of_tiles)
     if border:
         repeats = _repeats(pieces, of_tiles[:num_tiles], indptr)
         if repeats is not None:
             counts[:border] *= ~repeats.take(pieces.tile[:border])
-    upto = exclusive_cumsum(counts)
+    upto = starts_of(counts)
     num_plain = int(upto[border])
-    word, position, low, high = _fields(problem, pieces, border, chunks, upto, tiling)
-    begins = upto.take(indptr)
+    head, seen = _fields(problem, pieces, border, chunks, upto, tiling)
+    begins = upto.take(indptr).astype(np.int32)
     real = begins[1:] - begins[:-1]
     none: np.ndarray = np.zeros(0, np.int32)
     tile = node = chunk = none
@@ -75,8 +73,8 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
         chunk = np.arange(len(piece), dtype=np.int32)
         chunk += (chunks.first - upto[:-1]).take(piece)
         order = _with_reserves_last(pieces, piece, chunk)
-        piece, chunk, word, position = (column.take(order) for column in (piece, chunk, word, position))
-        low, high = low.take(order[num_plain:] - num_plain), high.take(order[num_plain:] - num_plain)
+        piece, chunk, head = (column.take(order) for column in (piece, chunk, head))
+        seen = seen.take(order[num_plain:] - num_plain)
         tile, node = pieces.tile.take(piece), pieces.node.take(piece)
     of_plain = begins[:num_tiles], real[:num_tiles]
     if repeats is not None:
@@ -85,10 +83,10 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
         np.maximum.accumulate(same_as, out=same_as)
         of_plain = of_plain[0].take(same_as), of_plain[1].take(same_as)
     growing = tile[:num_plain], node[:num_plain], chunk[:num_plain]
-    plain = Entries(word[:num_plain], position[:num_plain], none, none, *of_plain, *growing)
+    plain = Entries(head[:num_plain], seen[:0], *of_plain, *growing)
     of_masked = begins[num_tiles:-1] - num_plain, real[num_tiles:]
     growing = tile[num_plain:], node[num_plain:], chunk[num_plain:]
-    masked = Entries(word[num_plain:], position[num_plain:], low, high, *of_masked, *growing)
+    masked = Entries(head[num_plain:], seen, *of_masked, *growing)
     return plain, masked, chunks.units
 
 
@@ -101,9 +99,10 @@ def _chunks(problem: Problem, pieces: Pieces, border: int, uniform: bool) -> _Ch
     tree, unit = problem.tree, problem.unit
     if problem.horizon and not uniform:
         unit = problem.unit_for(tree.first_slot, tree.kv_len)
-    start = tree.first_slot.take(pieces.node)
-    stop = start + pieces.end
-    start += pieces.begin
+    start, stop = pieces.begin, pieces.end
+    if tree.page_indices is not None:
+        first_slot = tree.first_slot.take(pieces.node)
+        start, stop = start + first_slot, stop + first_slot
     # A unit is a power of two: bits are shifted in a fraction of the time that divisions take.
     shift = unit.bit_length() - 1
     first, counts = start >> shift, stop + (unit - 1)
@@ -112,9 +111,9 @@ def _chunks(problem: Problem, pieces: Pieces, border: int, uniform: bool) -> _Ch
         # A reserve that begins in the middle of an entry goes on in that entry, which exists already.
         first = np.where(pieces.reserve, ceil_div(start, unit), first)
     counts -= first
-    units = unit, unit
+    counts, units = counts.astype(np.intp), (unit, unit)
     if not (uniform or problem.horizon):
-        tokens = stop - start
+        tokens = (stop - start).astype(np.intp)  # sums of int32 take twice as long
         # As Problem.unit_for would find, from the counts.
         masked_pads = pads_many(unit * int(np.add.reduce(counts[border:])), int(np.add.reduce(tokens[border:])))
         if masked_pads or border == len(tokens):
@@ -123,7 +122,7 @@ def _chunks(problem: Problem, pieces: Pieces, border: int, uniform: bool) -> _Ch
             ones = slice(0 if plain_pads else border, None)
             if masked_pads or plain_pads:
                 first[ones], counts[ones] = start[ones], tokens[ones]
-    return _Chunks(start, stop, first, counts.astype(np.intp), units)
+    return _Chunks(start, stop, first, counts, units)
 
 
 def _repeats(pieces: Pieces, count: np.ndarray, indptr: np.ndarray) -> np.ndarray | None:
@@ -137,7 +136,19 @@ def _repeats(pieces: Pieces, count: np.ndarray, indptr: np.ndarray) -> np.ndarra
         indptr: where they begin.
     """
     num_tiles, num_plain = len(count), int(indptr[len(count)])
-    tile, node, begin, end = (column[:num_plain] for column in pieces[:4])
+    tile, node, begin, end, *_, reserve = [column[:num_plain] for column in pieces]
+    each, rest = divmod(num_plain, num_tiles)
+    if rest == 0 and all_of(count == each):  # those of a regular tree
+        last = node[each - 1 :: each]
+        if not any_of(last[1:] == last[:-1]):
+            return None
+        differs = node[each:] != node[:-each]
+        differs |= begin[each:] != begin[:-each]
+        differs |= end[each:] != end[:-each]
+        differs |= reserve[each:]
+        same = np.zeros(num_tiles, bool)
+        np.logical_not(np.logical_or.reduce(differs.reshape(-1, each), axis=1), out=same[1:])
+        return same if any_of(same) else None
     same = count > 0
     same[0] = False
     same[1:] &= count[1:] == count[:-1]
@@ -152,18 +163,18 @@ def _repeats(pieces: Pieces, count: np.ndarray, indptr: np.ndarray) -> np.ndarra
     differs = node != node.take(before)
     differs |= begin != begin.take(before)
     differs |= end != end.take(before)
-    differs |= pieces.reserve[:num_plain]
+    differs |= reserve
     same[tile[differs]] = False
     return same if any_of(same) else None
 
 
 def _fields(
     problem: Problem, pieces: Pieces, border: int, chunks: _Chunks, upto: np.ndarray, tiling: Tiling
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Word and position of all entries, low and high of the masked ones.
+) -> tuple[np.ndarray, np.ndarray]:
+    """``head`` of all entries, ``seen`` of the masked ones.
 
     They are worked out for the first entry of each piece, as if it were full, and repeated; in each next one they are a
-    unit further on. Pieces are few. In between numbers may wrap around.
+    unit further on. Pieces are few.
 
     Args:
         problem: gives where nodes lie.
@@ -175,77 +186,75 @@ def _fields(
     """
     layout, tree, node = problem.layout, problem.tree, pieces.node
     start, stop, first, counts, units = chunks
-    nth, unit = np.arange(upto[-1], dtype=np.int32), units[0]  # slots from the first entry of all on
-    count: Any = unit
-    if units[0] == units[1]:
-        nth *= unit
-    else:
-        nth[: upto[border]] *= unit
-        nth[upto[border] :] *= units[1]
-        count = np.where(pieces.masked, units[1], unit).astype(np.int32)
-    begin = first * count
-    before = start - begin  # slots of the first entry that are not the piece's
-    behind = counts * count
-    behind += begin
-    behind -= stop  # ... of the last one
-    begin -= upto[:-1] * count
+    consecutive = tree.page_indices is None
+    further = (1 << 32) + (consecutive << lo.SLOT_SHIFT)  # what a head gains a slot, but for its count
+    count: Any = units[0] if units[0] == units[1] else np.where(pieces.masked, units[1], units[0])
+    before = start - first * count  # slots of the first entry that are not the piece's
+    behind = -stop  # ... of the last one
+    behind &= count - 1
+    of_node = (layout.position if consecutive else layout.position - tree.first_slot).astype(np.int64)
+    of_node <<= 32
+    if consecutive:
+        of_node += problem.first_page[:-1] * (problem.page_size << lo.SLOT_SHIFT)
+    head = first - upto[:-1]
+    head *= count * further
+    head += of_node.take(node)
     if problem.horizon:
         count, behind = count * ~pieces.reserve, behind * ~pieces.reserve
-    position = (layout.position - tree.first_slot).take(node)
-    position += begin
-    position = position.repeat(counts)
-    position += nth
-    consecutive = tree.page_indices is None
-    low, high = layout.row_begin.take(node[border:]), layout.row_end.take(node[border:])
-    halves = _halves(problem, tiling, pieces.tile[border:], low, high)
-    if consecutive:
-        begin += (problem.first_page * problem.page_size).take(node)
-        begin <<= lo.SLOT_SHIFT
-        begin += count
-        begin[border:] += halves
-        nth <<= lo.SLOT_SHIFT
-        word = begin.repeat(counts)
-        word += nth
+    head += count
+    of_node = layout.row_end.astype(np.int64)
+    of_node <<= 32
+    of_node += layout.row_begin
+    seen = of_node.take(node[border:])
+    both = seen.view(np.int32)
+    low, high = both[::2], both[1::2]
+    head[border:] += _halves(problem, tiling, pieces.tile[border:], low, high)
+    head = head.repeat(counts)
+    step = units[0] * further
+    if units[0] == units[1]:
+        head += np.arange(0, len(head) * step, step)
     else:
-        word = np.zeros(len(nth), np.int32)
-        word += count if isinstance(count, int) else count.repeat(counts)
-        word[upto[border] :] += halves.repeat(counts[border:])
+        nth = np.arange(len(head))
+        nth[: upto[border]] *= step
+        nth[upto[border] :] *= units[1] * further
+        head += nth
     # Where a piece begins or ends within an entry, its first or last one is shorter. Pieces that repeat have none.
     if any_of(before):
         which = (before * counts > 0).nonzero()[0]
-        at, slots = upto.take(which), before.take(which)
-        position[at] += slots
-        word[at] += (slots << lo.SLOT_SHIFT) - slots if consecutive else -slots
+        head[upto.take(which)] += before.take(which) * np.int64(further - 1)
     if any_of(behind):
         which = (behind * counts > 0).nonzero()[0]
         at = upto[1:].take(which)
         at -= 1
-        word[at] -= behind.take(which)
+        head[at] -= behind.take(which)
+    position = head.view(np.int32)[1::2]
     if not consecutive:
         place = (tree.first_slot - layout.position).take(node).repeat(counts)
         place += position
         slots = problem.slots(problem.first_page.take(node).repeat(counts), place)
         slots <<= lo.SLOT_SHIFT
-        word += slots
+        head += slots
     node, counts = node[border:], counts[border:]
-    low, high = low.repeat(counts), high.repeat(counts)
+    seen = seen.repeat(counts)
     if any_of(pieces.causal):
         causal = pieces.causal[border:].repeat(counts).nonzero()[0]
         seen_from = (layout.row_begin - layout.old_len - layout.position).take(node).repeat(counts).take(causal)
-        low[causal] = ~(seen_from + position[upto[border] :].take(causal))
-    return word, position, low, high
+        seen.view(np.int32)[2 * causal] = ~(seen_from + position[upto[border] :].take(causal))
+    return head, seen
 
 
 def _halves(problem: Problem, tiling: Tiling, tile: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Bits of the halves of their tiles that may see masked pieces, which such rows see: 0 where no tile has two."""
-    if max(shape.rows for shape in tiling.tiles) <= lo.HALF:
+    if max([shape.rows for shape in tiling.tiles]) <= lo.HALF:
         return np.zeros(len(tile), np.int32)
-    ends, begins = zip(*(shape.halves(problem.heads.group) for shape in tiling.tiles))
-    kind, row = tiling.tile, tiling.row_begin
-    first_end, second_begin = row + np.array(ends, np.int32).take(kind), row + np.array(begins, np.int32).take(kind)
-    halves = (high > second_begin.take(tile)).astype(np.int32)
+    ends, begins = zip(*[shape.halves(problem.heads.group) for shape in tiling.tiles])
+    row = tiling.row_begin
+    first_end = second_begin = (row + tiling.of_blocks(ends)).take(tile)
+    if begins != ends:
+        second_begin = (row + tiling.of_blocks(begins)).take(tile)
+    halves = (high > second_begin).astype(np.int32)
     halves += halves
-    halves += low < first_end.take(tile)
+    halves += low < first_end
     halves <<= lo.HALVES_SHIFT
     return halves
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pallas_kernels.mosaic_geometry import PART
-from tree_attention_jax._arrays import any_of, exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import any_of, exclusive_cumsum, starts_of
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiling import Tiling
@@ -28,18 +28,18 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
         turns = turns & (np.array(halves) > 0).take(tiling.tile).take(pieces.tile)
     which = turns.nonzero()[0]
     tile, node = pieces.tile.take(which), pieces.node.take(which)
-    middle = (tiling.row_begin + np.array(halves, np.int32).take(tiling.tile)).take(tile)
+    middle = (tiling.row_begin + tiling.of_blocks(halves)).take(tile)
     second = problem.layout.row_begin.take(node) >= middle
     only_one = problem.layout.row_end.take(node) <= middle
     only_one |= second
     # Three lists of entries a tile: of both halves, of the first, of the second. Where in its list a piece begins:
     bits = unit.bit_length() - 1  # bits are shifted in a fraction of the time that divisions take
-    first_slot = problem.tree.first_slot.take(node)
-    first_entry = pieces.begin.take(which)
-    first_entry += first_slot
+    first_slot = None if problem.tree.page_indices is None else problem.tree.first_slot.take(node)
+    first_entry, entries = pieces.begin.take(which), pieces.end.take(which)
+    if first_slot is not None:
+        first_entry += first_slot
+        entries += first_slot
     first_entry >>= bits
-    entries = pieces.end.take(which)
-    entries += first_slot
     entries += unit - 1
     entries >>= bits
     entries -= first_entry
@@ -48,7 +48,7 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
     whose += second
     order = whose.argsort(kind="stable")
     before = exclusive_cumsum(entries.take(order))
-    begins = before.take(exclusive_cumsum(np.bincount(whose, minlength=3 * tiling.num_blocks)))
+    begins = before.take(starts_of(np.bincount(whose, minlength=3 * tiling.num_blocks)))
     # The first half goes on in the last part of both, the second in the one after it.
     size = PART // unit
     of_both = begins[1::3] - begins[:-1:3]
@@ -65,26 +65,42 @@ def take_turns(problem: Problem, tiling: Tiling, pieces: Pieces) -> Pieces:
     part, last = place >> bits, place + entries
     last -= 1
     last >>= bits
-    cut = any_of(last != part)
+    parts = last - part
+    cut = any_of(parts)
     key = tile << 32
     key += part
     key += part
     key += second
     if cut:
-        owner, nth = ragged_places(last - part + 1)
-        key = key.take(owner)
-        key += nth
-        key += nth
-    order = key.argsort(kind="stable")
-    sorted_owner = owner.take(order) if cut else order
+        counts = parts.astype(np.intp)
+        counts += 1
+        first = starts_of(counts)[:-1]  # place of each one's first part before they are sorted
+        key -= 2 * first
+        order, sorted_owner = _sorted_parts(key, counts)
+    else:
+        order = sorted_owner = key.argsort(kind="stable")
     others = (~turns).nonzero()[0]
     pieces = pieces.take(np.concatenate([others, which.take(sorted_owner)]))
     if cut:
-        edge = (first_entry - place) * unit - first_slot
-        edge += part * PART
+        edge = (first_entry - place) * unit
+        if first_slot is not None:
+            edge -= first_slot
+        edge += (part - first) * PART
         edge = edge.take(sorted_owner)
-        edge += nth.take(order) * PART
+        edge += order * PART
         begin, end = pieces.begin[len(others) :], pieces.end[len(others) :]
         np.maximum(begin, edge, out=begin)
         np.minimum(end, edge + PART, out=end)
     return pieces
+
+
+def _sorted_parts(key: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The order of so many parts of each piece, and the piece that each one is of, in that order.
+
+    ``key``: from piece to piece, what parts are sorted by, less twice their place before.
+    """
+    owner = np.arange(len(counts)).repeat(counts)
+    key = key.take(owner)
+    key += np.arange(0, 2 * len(owner), 2)
+    order = key.argsort(kind="stable")
+    return order, owner.take(order)

@@ -30,7 +30,6 @@ class Items(NamedTuple):
     plain_count: np.ndarray
     masked_begin: np.ndarray
     masked_count: np.ndarray
-    tokens: np.ndarray  # token slots walked: entries x unit
     plain: Entries
     masked: Entries
     tiles: tuple[TileClass, ...]
@@ -48,6 +47,8 @@ def lower(problem: Problem, tiling: Tiling, *, mask_all: bool = False) -> Items:
 
 def _row_tiles(problem: Problem, tiling: Tiling) -> Tiling:
     """The same tiling in blocks of no more rows than a tile holds."""
+    if tiling.cut:
+        return tiling
     queries = [t.queries_per_tile(problem.heads.group) for t in tiling.tiles]
     step = np.array(queries, np.int32).take(tiling.tile)
     rows = tiling.row_end - tiling.row_begin
@@ -74,53 +75,73 @@ def _items(tiling: Tiling, plain: Entries, masked: Entries, units: tuple[int, in
     """Split each tile's token slots, plain ones first, into pieces of about equal length, and order the items."""
     plain_slots = plain.real * units[0]
     total = plain_slots + masked.real * units[1]
-    tile, begin, end = _split(tiling, total)
-    tokens, launch = end - begin, tiling.tile.take(tile)
-    rank = launch.astype(np.int64)
-    rank <<= 32
-    rank -= tokens
-    order = rank.argsort(kind="stable")
-    tile = tile.take(order)
-    plain_begin, masked_begin = plain.begin.take(tile), masked.begin.take(tile)
-    plain_count, masked_count = plain.real.take(tile), masked.real.take(tile)
-    if len(tile) > len(total):  # some tile is split
-        border = plain_slots.take(tile)
-        slots = np.array([begin.take(order), end.take(order)])  # where pieces begin and end
+    one_launch = len(tiling.tiles) == 1
+    split = _split(tiling, total)
+    tile: np.ndarray | None
+    if split is None:
+        tile, launch, rank = None, tiling.tile, -total
+    else:
+        tile, begin, end = split
+        launch, rank = tiling.tile.take(tile), begin - end
+    if not one_launch:
+        rank = rank + (launch.astype(np.int64) << 32)
+    if not all_of(rank[1:] >= rank[:-1]):  # those of regular trees are in order
+        order = rank.argsort(kind="stable")
+        launch = launch.take(order)
+        if tile is None:
+            tile = order
+        else:
+            tile, begin, end = tile.take(order), begin.take(order), end.take(order)
+
+    def of_items(column: np.ndarray) -> np.ndarray:
+        return column if tile is None else column.take(tile)
+
+    plain_begin, masked_begin = of_items(plain.begin), of_items(masked.begin)
+    plain_count, masked_count = of_items(plain.real), of_items(masked.real)
+    if split is not None:
+        border = of_items(plain_slots)
+        slots = np.array([begin, end])  # where pieces begin and end
         # An entry goes to the piece that it ends in: two pieces that meet round alike. Units are powers of two.
         of_plain = np.minimum(slots, border)
         slots -= of_plain
         of_plain >>= units[0].bit_length() - 1
         slots >>= units[1].bit_length() - 1
-        if any(t.mosaic for t in tiling.tiles):  # halves of a tile take turns part by part: no piece begins within one
-            size = np.array([PART // units[1] if t.mosaic else 1 for t in tiling.tiles]).take(tiling.tile.take(tile))
+        if any([t.mosaic for t in tiling.tiles]):  # their halves take turns part by part: no piece begins within one
+            size = tiling.of_blocks([PART // units[1] if t.mosaic else 1 for t in tiling.tiles])
+            size = size if one_launch else of_items(size)
             slots = np.where(slots < masked_count, slots & -size, slots)
         plain_begin, plain_count = plain_begin + of_plain[0], of_plain[1] - of_plain[0]
         masked_begin, masked_count = masked_begin + slots[0], slots[1] - slots[0]
-    can_mask = (np.bincount(tiling.tile, masked.real, len(tiling.tiles)) > 0) | tiling.uniform
+    if one_launch:
+        can_mask = [tiling.uniform or any_of(masked.real)]
+    else:
+        can_mask = ((np.bincount(tiling.tile, masked.real, len(tiling.tiles)) > 0) | tiling.uniform).tolist()
     return Items(
-        launch=launch.take(order),
-        tile=tile,
-        row_begin=tiling.row_begin.take(tile),
-        num_rows=(tiling.row_end - tiling.row_begin).take(tile),
+        launch=launch,
+        tile=np.arange(len(total)) if tile is None else tile,
+        row_begin=of_items(tiling.row_begin),
+        num_rows=of_items(tiling.row_end - tiling.row_begin),
         plain_begin=plain_begin,
         plain_count=plain_count,
         masked_begin=masked_begin,
         masked_count=masked_count,
-        tokens=tokens.take(order),
         plain=plain,
         masked=masked,
-        tiles=tuple(_with_units(t, units[0], units[1] if m else 0) for t, m in zip(tiling.tiles, can_mask.tolist())),
+        tiles=tuple(_with_units(t, units[0], units[1] if m else 0) for t, m in zip(tiling.tiles, can_mask)),
     )
 
 
-def _split(tiling: Tiling, total: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``(tile, begin, end)`` of items: tiles with so many token slots, those that exceed their limit in pieces."""
+def _split(tiling: Tiling, total: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """``(tile, begin, end)`` of items: tiles with so many token slots, those that exceed their limit in pieces.
+
+    None if none does.
+    """
     limit = tiling.max_tokens
     long = total > limit
     long &= limit > 0
     if not any_of(long):
-        return np.arange(len(total)), np.zeros(len(total), np.int32), total
-    step = np.array([loaded_at_once(t) for t in tiling.tiles], np.int32).take(tiling.tile)
+        return None
+    step = tiling.of_blocks([loaded_at_once(t) for t in tiling.tiles])
     size = ceil_div(total, np.where(long, ceil_div(total, np.maximum(limit, 1)), 1))
     size += step - 1
     size &= -step  # steps are powers of two

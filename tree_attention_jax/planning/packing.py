@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pallas_kernels import layout as lo
-from tree_attention_jax._arrays import any_of, exclusive_cumsum, ragged_runs
+from tree_attention_jax._arrays import any_of, exclusive_cumsum, starts_of
 from tree_attention_jax.planning.buckets import FEW_LAUNCHES, Buckets
 from tree_attention_jax.planning.growth import ENTRIES, growth_records
 from tree_attention_jax.planning.lowering import Items
@@ -80,12 +80,9 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         buffer[places.reduce : places.reduce + num_rows] = reduce_ptr[:-1] + places.lists
         buffer[places.lists : growing_at] = reduce_list
     plain, masked = items.plain, items.masked
-    table = buffer[places.plain : places.masked].reshape(-1, lo.PLAIN_SIZE)
-    for field, column in enumerate((plain.word, plain.position)):
-        table[:, field] = column
-    table = buffer[places.masked : places.lists].reshape(-1, lo.MASKED_SIZE)
-    for field, column in enumerate((masked.word, masked.position, masked.low, masked.high)):
-        table[:, field] = column
+    buffer[places.plain : places.masked] = plain.head.view(np.int32)  # an entry's fields are in the same order there
+    table = buffer[places.masked : places.lists].view(np.int64)
+    table[::2], table[1::2] = masked.head, masked.seen
     if problem.horizon:
         buffer[lo.NUM_GROWING] = len(growing)
         buffer[growing_at:grow_lists_at] = growing.ravel()
@@ -104,7 +101,7 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         positions_at=places.positions,
         slots_at=places.slots,
         reduce_at=places.reduce,
-        reduce_block=reduce_block(problem.layout.num_rows, num_partials, np.count_nonzero(np.diff(reduce_ptr))),
+        reduce_block=reduce_block(problem.layout.num_rows, num_partials, int(np.count_nonzero(np.diff(reduce_ptr)))),
         partial_rows=partial_rows,
         buffer_size=size,
     )
@@ -131,7 +128,7 @@ def _places(items: Items, capacity: Buckets, launches: tuple[lo.Launch, ...]) ->
     cursor = launches[-1].items_at + launches[-1].capacity * lo.ITEM_SIZE
     reduce_at = cursor + 3 * capacity.queries
     plain_at = reduce_at + capacity.queries + 1
-    masked_at = plain_at + len(items.plain.word) * lo.PLAIN_SIZE
+    masked_at = plain_at + len(items.plain.head) * lo.PLAIN_SIZE
     return _Places(
         launches=launches,
         rows=cursor,
@@ -140,7 +137,7 @@ def _places(items: Items, capacity: Buckets, launches: tuple[lo.Launch, ...]) ->
         reduce=reduce_at,
         plain=plain_at,
         masked=masked_at,
-        lists=masked_at + len(items.masked.word) * lo.MASKED_SIZE,
+        lists=masked_at + len(items.masked.head) * lo.MASKED_SIZE,
     )
 
 
@@ -149,15 +146,20 @@ def _partials(problem: Problem, items: Items):
     num_rows = problem.layout.num_rows
     if int(np.add.reduce(items.num_rows)) == num_rows:  # each row has an item, as it sees its own token: none has two
         return -1, 0, np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
-    first, last = items.row_begin, items.row_begin + items.num_rows
-    change = np.bincount(first, minlength=num_rows + 1) - np.bincount(last, minlength=num_rows + 1)
+    counts = items.num_rows.astype(np.intp)
+    first = items.row_begin.astype(np.intp)
+    last = first + counts
+    change = np.bincount(first, minlength=num_rows + 1)
+    change -= np.bincount(last, minlength=num_rows + 1)
     crowded = exclusive_cumsum(np.add.accumulate(change)[:num_rows] > 1)
     shared = crowded.take(last) > crowded.take(first)
-    offset = exclusive_cumsum(items.num_rows * shared)
+    counts *= shared
+    offset = starts_of(counts)
     partial = np.where(shared, offset[:-1], -1)
-    query = problem.layout.row_query.take(ragged_runs(first[shared], items.num_rows[shared]))
-    reduce_list = np.argsort(query, kind="stable").astype(np.int32)
-    return partial, int(offset[-1]), exclusive_cumsum(np.bincount(query, minlength=num_rows)), reduce_list
+    row = (first - offset[:-1]).repeat(counts)
+    row += np.arange(len(row))
+    query = problem.layout.row_query.take(row)
+    return partial, len(row), starts_of(np.bincount(query, minlength=num_rows)), query.argsort(kind="stable")
 
 
 def _write_items(buffer, items: Items, places: _Places, launch_counts, partial, row_query) -> None:
@@ -171,9 +173,8 @@ def _write_items(buffer, items: Items, places: _Places, launch_counts, partial, 
     records[:, lo.PARTIAL] = partial
     first, last = items.row_begin, items.row_begin + items.num_rows - 1
     records[:, lo.QUERY] = row_query.take(first)
-    breaks = row_query[1:] - row_query[:-1] != 1
-    if any_of(breaks):
-        breaks = exclusive_cumsum(breaks)
+    if any_of(row_query[1:] < row_query[:-1]):  # else they are all in order
+        breaks = exclusive_cumsum(row_query[1:] - row_query[:-1] != 1)
         records[breaks.take(last) > breaks.take(first), lo.QUERY] = -1
     flat, begin = records.reshape(-1), 0
     for launch, count in zip(places.launches, launch_counts.tolist()):
@@ -186,5 +187,6 @@ def _new_token_slots(problem: Problem) -> np.ndarray:
     """Cache slot of each query's own token, in query order."""
     tree, layout = problem.tree, problem.layout
     node = layout.query_node
-    place = (tree.first_slot - layout.position).take(node) + layout.query_position
+    before = -layout.position if tree.page_indices is None else tree.first_slot - layout.position
+    place = before.take(node) + layout.query_position
     return problem.slots(problem.first_page.take(node), place)

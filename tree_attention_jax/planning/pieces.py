@@ -52,12 +52,13 @@ def cut_into_pieces(problem: Problem, tiling: Tiling) -> Pieces:
     node, begin, end = tiling.node, tiling.begin, tiling.end
     low, high = layout.row_begin.take(node), layout.row_end.take(node)
     first, last = tiling.row_begin.take(tile), tiling.row_end.take(tile)
-    touched = low < last
-    touched &= first < high
-    if not all_of(touched):
-        tile, node, begin, end, low, high, first, last = (
-            x[touched] for x in (tile, node, begin, end, low, high, first, last)
-        )
+    if not tiling.cut:
+        touched = low < last
+        touched &= first < high
+        if not all_of(touched):
+            tile, node, begin, end, low, high, first, last = (
+                x[touched] for x in (tile, node, begin, end, low, high, first, last)
+            )
     all_old = layout.old_len is problem.tree.kv_len  # no node has several new tokens
     old = end if all_old else layout.old_len.take(node)
     if problem.sliding_window is not None and len(tile):

@@ -40,7 +40,7 @@ class Heads:
         return 8 * self.num_q_heads * self.v_head_dim
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen ones take three times as long to make
 class Problem:
     """One planning task.
 
@@ -86,7 +86,8 @@ class Problem:
         64 one-token draft nodes side by side in a page would take 64 entries of 16, one token in each. One of two
         values, because each compiles programs of its own.
         """
-        unit, total, within = self.unit, int(np.add.reduce(tokens)), any_of(begin)
+        unit, total = self.unit, int(np.add.reduce(tokens))
+        within = self.tree.page_indices is not None and any_of(begin)
         if total >= (1 + within) * unit * np.count_nonzero(tokens):
             return unit  # long runs: their ends pad less than they hold, if they begin within an entry both ends do
         # Powers of two: bits are picked and shifted in a fraction of the time that divisions take.

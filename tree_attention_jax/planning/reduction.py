@@ -7,7 +7,7 @@ merges so many partials of a query at a time (``WorkShape.reduce_block``): each 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,10 +49,10 @@ class Reduction(NamedTuple):
         """To write so many partials and to merge them, float64; 0 for none."""
         us = partials * self.partial_us
         us += np.maximum(partials - self.near, 0) * self.far_us
-        block = MANY_PARTIALS
+        merged: Any = self.num_rows * MANY_PARTIALS  # in a round
         if self.num_rows > FEW_QUERIES:
-            block = np.where(partials > FEW_ON_AVERAGE * self.num_rows, MANY_PARTIALS, FEW_PARTIALS)
-        rounds = np.ceil(partials / (self.num_rows * block))
+            merged = np.where(partials > FEW_ON_AVERAGE * self.num_rows, merged, self.num_rows * FEW_PARTIALS)
+        rounds = np.ceil(partials / merged)
         rounds -= 1
         us += rounds * self.round_us
         us += self.fixed_us

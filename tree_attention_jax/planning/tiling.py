@@ -8,7 +8,8 @@ tiling covers each visible (row, token) pair exactly once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class Tiling(NamedTuple):
         max_tokens: [B] a block with more tokens is split into items of about equal length (0: never).
         tiles: the tile classes used; each becomes one launch.
         uniform: entries are of one length, and launches can mask, whatever they hold: one program for all such tilings.
+        cut: it is known that each block has as many rows as a tile holds at most, and that some row sees each run.
     """
 
     row_begin: np.ndarray
@@ -38,7 +40,12 @@ class Tiling(NamedTuple):
     max_tokens: np.ndarray
     tiles: tuple[TileClass, ...]
     uniform: bool = False
+    cut: bool = False
 
     @property
     def num_blocks(self) -> int:
         return len(self.row_begin)
+
+    def of_blocks(self, values: Sequence[int]) -> Any:
+        """int32 [B]: what is given of each tile class, of the blocks; of a single class one number for all of them."""
+        return values[0] if len(values) == 1 else np.array(values, np.int32).take(self.tile)

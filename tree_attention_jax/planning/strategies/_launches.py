@@ -24,6 +24,8 @@ MIN_TOKENS = 64
 SHORT_TAIL = 0.2
 # Of more launches at once, one or the other gains by splitting nearly always; so do those that write partials anyhow.
 FEW = 16
+# Of more tiles it is worth to leave out those that are never split.
+MANY_TILES = 64
 # What is larger by less than this may be as large.
 ROUNDING = 1 + 1e-6
 
@@ -33,7 +35,7 @@ class Blocks(NamedTuple):
 
     first: np.ndarray  # [L] each launch's first group
     launch: np.ndarray  # of each group
-    tiles: np.ndarray  # in the group
+    tiles: np.ndarray | None  # in the group; None: a group is a tile
     tokens: np.ndarray  # of each tile
     rows: np.ndarray
 
@@ -45,7 +47,7 @@ class Launches(NamedTuple):
     masked: np.ndarray  # share of the steps that are masked,
     one_sided: np.ndarray  # ... and of one half of a tile alone
     memory: np.ndarray  # time to read the launch's K/V once, with these tiles
-    partials: np.ndarray  # that the rows write if nothing is split; where there are some, every row writes one
+    partials: np.ndarray | None  # that all rows of its plan write if nothing is split, one each or none; None: none
 
 
 def price(
@@ -71,39 +73,43 @@ def price(
         [L] microseconds with the best limit, with the partials that splitting adds, and [L] the limit: tokens that an
         item may have at most; 0: none is split.
     """
-    profile, first, reduced = problem.profile, blocks.first, launches.partials > 0
+    profile, first, partials = problem.profile, blocks.first, launches.partials
+    if partials is not None and not any_of(partials):
+        partials = None
     longest, block_kv = blocks.tokens, shapes.launch_block_kv.take(launches.launch)
-    steps = np.ceil(longest / (block_kv if len(longest) == len(first) else block_kv.take(blocks.launch)))
-    steps *= blocks.tiles
-    items = blocks.tiles
+    steps = longest / (block_kv if len(longest) == len(first) else block_kv.take(blocks.launch))
+    np.ceil(steps, out=steps)
+    if blocks.tiles is not None:
+        steps *= blocks.tiles
     if len(longest) > len(first):  # some launch has several groups
         longest, steps = np.maximum.reduceat(longest, first), np.add.reduceat(steps, first)
-        items = np.add.reduceat(items, first)
-    if not gains and len(first) <= FEW and not any_of(reduced):
-        whole = _whole(problem, shapes, launches, (steps, items, longest, *_longest_tiles(blocks, longest)), hopeless)
+    if not gains and len(first) <= FEW and partials is None:
+        load = steps, _items_of(blocks), longest, *_longest_tiles(blocks, longest)
+        whole = _whole(problem, shapes, launches, load, hopeless)
         if whole is not None:
             return np.array(whole), np.zeros(len(first), np.int32)
-    bits = max(int(np.maximum.reduce(longest)) - 1, 0).bit_length()
+    bits = max(int(longest[longest.argmax()]) - 1, 0).bit_length()
     length, limits = _lengths(bits)
-    items, written = _splits(blocks, length, reduced)
+    items, written = _splits(blocks, length, None if partials is None else partials > 0)
     # All repeated for each length: NumPy takes three times as long for short arrays that it has to broadcast.
     rows = shapes.launch_rows(launches.launch, launches.masked, launches.one_sided)
-    rows[9], rows[10], rows[11], rows[12] = steps, launches.memory, longest, launches.partials
-    *of_each, steps, memory, longest, before = rows[:, None].repeat(len(length), axis=1)
+    rows[9], rows[10], rows[11] = steps, launches.memory, longest
+    *of_each, steps, memory, longest, _ = rows[:, None].repeat(len(length), axis=1)
     costs = LaunchCosts(*of_each)
     tokens = np.minimum(length, longest)  # of the longest item
     most = np.ceil(tokens / costs.block_kv)
     time = launch_time(profile, costs, steps, items, most, memory)
     senseless = _misfits(shapes, bits).take(launches.launch, axis=1)
-    senseless |= tokens < costs.block_kv
-    senseless |= tokens >= longest
+    senseless |= length >= longest
     senseless |= most[0] * costs.latency_us[0] <= SHORT_TAIL * time[0]
     reduction = reduction_of(problem)
     split = time[1:]
-    split += reduction.time(before[1:] + written[1:])
-    if any_of(reduced):
-        split -= reduction.time(launches.partials)
-    np.copyto(split, np.inf, where=senseless[1:])
+    if partials is None:
+        split += reduction.time(written[1:])
+    else:
+        split += reduction.time(written[1:] + partials)
+        split -= reduction.time(partials)
+    np.putmask(split, senseless[1:], np.inf)
     return np.minimum.reduce(time), limits.take(time.argmin(axis=0))
 
 
@@ -141,14 +147,24 @@ def _whole(
     return times
 
 
+def _items_of(blocks: Blocks) -> np.ndarray:
+    """[L]: all tiles of each launch."""
+    first, launch, tiles, _, _ = blocks
+    if tiles is None:
+        return np.bincount(launch)
+    return tiles if len(first) == len(tiles) else np.add.reduceat(tiles, first)
+
+
 def _longest_tiles(blocks: Blocks, longest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[L] each: tiles of a launch that are as long as its longest one, and rows of all of them."""
     first, launch, tiles, tokens, rows = blocks
-    rows = rows * tiles
-    if len(first) == len(rows):
-        return tiles, rows
-    as_long = tokens == longest.take(launch)
-    return np.add.reduceat(tiles * as_long, first), np.add.reduceat(rows * as_long, first)
+    if tiles is not None:
+        rows = rows * tiles
+        if len(first) == len(rows):
+            return tiles, rows
+    as_long = (tokens == longest.take(launch)).astype(np.float64)
+    rows = rows * as_long
+    return np.add.reduceat(as_long if tiles is None else tiles * as_long, first), np.add.reduceat(rows, first)
 
 
 @functools.lru_cache(maxsize=64)
@@ -166,38 +182,44 @@ def _lengths(bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.lru_cache(maxsize=64)
 def _misfits(shapes: ShapeTable, bits: int) -> np.ndarray:
-    """bool [lengths, 2 * S]: items that end within what launches load at once, and take as long as larger ones."""
-    _, limits = _lengths(bits)
-    return limits[:, None] % shapes.at_once.repeat(2) > 0
+    """bool [lengths, 2 * S]: items that end within what launches load at once or in a step, and take as long as larger
+    ones."""
+    limits = _lengths(bits)[1][:, None]
+    return (limits % shapes.at_once.repeat(2) > 0) | (limits < shapes.launch_block_kv)
 
 
-def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[lengths, L] each: items, and partials written that were not written before."""
+def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """[lengths, L] each: items, and partials written that were not written before; ``reduced``: None if none is."""
     first, launch, tiles, tokens, rows = blocks
-    long = (tokens > MIN_TOKENS).nonzero()[0]
-    few = 2 * len(long) < len(tokens)  # the others are never split, so need not be looked at
+    few = False
+    if len(tokens) > MANY_TILES:
+        long = (tokens > MIN_TOKENS).nonzero()[0]
+        few = 2 * len(long) < len(tokens)  # the others are never split, so need not be looked at
     if few:
         items, written = np.empty((len(length), len(first))), np.zeros((len(length), len(first)))
-        items[:] = np.add.reduceat(tiles, first)
+        items[:] = _items_of(blocks)
         if len(long) == 0:
             return items, written
-        launch, tiles, tokens, rows = launch.take(long), tiles.take(long), tokens.take(long), rows.take(long)
+        launch, tokens, rows = launch.take(long), tokens.take(long), rows.take(long)
+        tiles = None if tiles is None else tiles.take(long)
         first = starts(launch)
         which = launch.take(first)
-        items[:, which] -= np.add.reduceat(tiles, first)
-    pieces = np.ceil(tokens / length)
-    np.maximum(pieces, 1, out=pieces)
-    partials = pieces - reduced.take(launch)
-    partials *= pieces > 1
-    partials *= rows * tiles
-    pieces *= tiles
-    added = pieces, partials
+        items[:, which] -= np.bincount(launch).take(which) if tiles is None else np.add.reduceat(tiles, first)
+    added = np.empty((2, len(length), len(tokens)))
+    pieces, partials = added
+    np.divide(tokens, length, out=pieces)
+    np.ceil(pieces, out=pieces)
+    np.maximum(pieces, 1.0, out=pieces)
+    np.multiply(pieces if reduced is None else pieces - reduced.take(launch), pieces > 1, out=partials)
+    partials *= rows if tiles is None else rows * tiles
+    if tiles is not None:
+        pieces *= tiles
     if len(first) < len(tokens):
-        added = np.add.reduceat(pieces, first, axis=1), np.add.reduceat(partials, first, axis=1)
+        pieces, partials = np.add.reduceat(added, first, axis=2)
     if not few:
-        return added
-    items[:, which] += added[0]
-    written[:, which] = added[1]
+        return pieces, partials
+    items[:, which] += pieces
+    written[:, which] = partials
     return items, written
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import all_of, exclusive_cumsum
+from tree_attention_jax._arrays import all_of, starts_of
 from tree_attention_jax.planning.problem import Problem
 
 # Many tiles' places among few are found by counting all of them, up to so many times as many as the tiles.
@@ -158,10 +158,10 @@ class Levels:
         above = self.level * stride
         begin, end = above + self.row_begin, above + self.row_end
         pairs = (span + 1 - below).take(owner)
-        indptr = exclusive_cumsum(pairs)
+        indptr = starts_of(pairs)
         at = (above.take(top) + below * stride).take(owner)  # where a tile begins in its first level
         at += row0
-        at -= indptr[:-1].astype(np.int64) * stride  # the product may exceed 32 bits
+        at -= indptr[:-1] * stride
         low = np.arange(0, int(indptr[-1]) * stride, stride)
         low += at.repeat(pairs)
         high = low + (row1 - row0).repeat(pairs)

@@ -52,6 +52,8 @@ def options_of(problem: Problem, table: SegmentTable, times: np.ndarray, prices:
         reach, at = min(spans, depth - level), inner[first:last]
         under, options = flat.take(ends[:reach, :, first:last], axis=0), all_options[:, :reach, first:last]
         options += under[:, 1] - under[:, 0]
+        if level == 0:
+            break  # nothing is above the virtual root, and no segment begins with it
         longer, below = np.minimum.reduce(options, axis=1)
         below_it[at] = below
         alone = np.add(own_cost[first:last], below, out=options[FROM, 0])

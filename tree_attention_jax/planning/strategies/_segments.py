@@ -46,7 +46,7 @@ def masked_tokens(own: np.ndarray, tiles: np.ndarray, walked: np.ndarray) -> np.
     """About how many of the tokens walked are masked: never the top's own, which every row sees."""
     masked = own * tiles
     np.subtract(walked, masked, out=masked)
-    np.maximum(masked, 0, out=masked)
+    np.maximum(masked, 0.0, out=masked)
     masked *= MASKED_SHARE
     return masked
 
@@ -56,13 +56,13 @@ def one_sided(rows: np.ndarray, queries: Any, tiles: np.ndarray) -> np.ndarray:
 
     As if each row saw as much, and no other row of the other half did: then the busier half is the one with more rows.
     """
-    half, full = queries / 2, tiles - 1
+    half, full = queries / 2.0, tiles - 1.0
     others = full * half
     full *= queries
     busier = np.minimum(rows - full, half)
     busier += others
-    busier *= 2 / rows
-    busier -= 1
+    busier *= 2.0 / rows
+    busier -= 1.0
     return busier
 
 
@@ -81,7 +81,7 @@ class NodeTokens(NamedTuple):
         slots *= levels.tokens >= slots  # short runs will get entries of one token (:func:`.entries._chunks`)
         slots += levels.tokens
         tokens, rows = slots.astype(np.float32), levels.rows.astype(np.float32)
-        extra = rows - 1
+        extra = rows - 1.0
         extra *= tokens
         sums = np.zeros(len(tokens) + 1)
         sums[1:] = tokens
@@ -142,9 +142,12 @@ class SegmentTable(NamedTuple):
         # Segments that reach from a root, or from the virtual root, to the deepest leaf below write final results.
         partial_rows, roots = levels.rows.take(top), levels.inner_begin[2]
         partial_rows[: levels.begin[2] - roots] = 0  # leaves that are roots
-        ends = bounds[1 : levels.depth, :, 1:roots]  # of a root, spans that reach beyond its leaves are listed as well
-        at, root = (ends[:, 0] == ends[:, 1]).nonzero()
-        partial_rows[first.take(at) + root + (num_leaves + 1)] = 0
+        if roots > 2:
+            ends = bounds[1 : levels.depth, :, 1:roots]  # of a root, spans that reach beyond its leaves are listed too
+            at, root = (ends[:, 0] == ends[:, 1]).nonzero()
+            partial_rows[first.take(at) + root + (num_leaves + 1)] = 0
+        elif roots == 2 and levels.depth - 2 < spans:  # the only one that is no leaf, and so the deepest
+            partial_rows[num_leaves + starts[levels.depth - 2] + 1] = 0
         if levels.depth <= spans:
             partial_rows[-1] = 0
         pairs = span * len(inner)

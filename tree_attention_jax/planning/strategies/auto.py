@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import any_of, exclusive_cumsum, ragged_places
+from tree_attention_jax._arrays import any_of, ragged_places, starts_of
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.reduction import reduction_of
@@ -66,8 +66,11 @@ SPLIT = 2.0
 # best: else a growing tree would meet all shapes that are good for it in turn, each of them a program to compile. With
 # a single KV head it meets few of them anyway.
 NEARLY, SMALL_US = 0.08, 50.0
-# In larger ones, several shapes side by side have to be faster than the best single one by so much.
-MIXED = 0.04
+# In larger ones all shapes are alike, but several side by side have to be faster than the best single one by so much.
+SEVERAL = 0.04
+# What times of candidates are multiplied with where they are compared: of small trees, and of larger ones.
+USUAL, UNUSUAL = (1.0, 1 + NEARLY), (1 + NEARLY, 1 + NEARLY)
+MIXED = ((1 + NEARLY) * (1 + SEVERAL), (1 + NEARLY) * (1 + SEVERAL))
 # Token slots that a program or two walk in microseconds, of whatever kind its entries are. The first steps of a growing
 # tree have no more: of one kind they need one program.
 FEW_SLOTS = 1024
@@ -112,6 +115,7 @@ class _Candidates(NamedTuple):
     segments: np.ndarray  # places in the table
     shape: np.ndarray
     twin: int  # a segmentation that is the same as the first one; 0: none
+    shown: bool  # the first one is the best, as a bound shows
     mixed: bool  # the first one has several shapes; no other one has
 
 
@@ -125,11 +129,10 @@ class _Finalists(NamedTuple):
     whose: np.ndarray  # [L] the candidate that a launch is of
     launch: np.ndarray  # [L] shape * 2 + masked
     memory: np.ndarray  # [L] time to read its K/V once
+    partials: np.ndarray | None  # [L] that its candidate writes if nothing is split; None: none does
     ranks: list[int]  # the candidates, best estimate first
-    partials: np.ndarray  # of all candidates: rows that they write as partials if nothing is split
-    reduction: np.ndarray  # ... and what that costs
-    unusual: list[bool]  # of all candidates: they have other shapes than the usual one
-    mixed: bool  # the first one has several shapes, which counts
+    reduction: np.ndarray  # of all candidates: what it costs to write these partials and to merge them
+    handicaps: list[tuple[float, float]]  # of all candidates
     gains: bool  # the (first) launch of the best one gains by splitting items
 
 
@@ -152,11 +155,11 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         optima = Optima(table, options_of(problem, table, lists, prices))
         best, where_cheap = optima[0], optima[len(lists) * (len(prices) - 1)]
     shape = time.take(best, axis=1).argmin(axis=0)
-    used = np.bincount(shape).nonzero()[0].tolist()
+    used = sorted(set(shape.tolist()))
     alone = [(0, index) for index in used] if len(used) > 1 else []  # (price, shape)
     if few:
         cheap_shape = time.take(where_cheap, axis=1).argmin(axis=0)
-        alone += [(1, index) for index in np.bincount(cheap_shape).nonzero()[0].tolist()]
+        alone += [(1, index) for index in sorted(set(cheap_shape.tolist()))]
     found = [best]
     if whole is not None:
         found += [best] * len(alone)
@@ -179,7 +182,8 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     owner, of_others = np.arange(len(counts)), np.array(shape_of, np.intp)
     if len(counts) < sum(counts):
         owner, of_others = owner.repeat(counts), of_others.repeat(counts[1:])
-    return table, _Candidates(owner, np.concatenate(found), np.concatenate([shape, of_others]), twin, len(used) > 1)
+    first, others = np.concatenate(found), np.concatenate([shape, of_others])
+    return table, _Candidates(owner, first, others, twin, whole is not None, len(used) > 1)
 
 
 def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
@@ -190,25 +194,25 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
     queries = shapes.queries.take(shape)
     rows, tiles = np.minimum(sums.rows, queries), sums.tiles(queries)
     walked = sums.walked(queries, tiles)
-    can_mask = rows > 1  # a single row sees all that its tile walks
+    can_mask = rows > 1.0  # a single row sees all that its tile walks
     can_mask &= segments >= table.num_alone
     masked = masked_tokens(sums.own, tiles, walked)
     masked *= can_mask
     alone = masked * shapes.two_halves.take(shape)  # of one half of a tile
     if any_of(alone):
         alone *= one_sided(sums.rows, queries, tiles)
-    total, launch, usual = sums.total, 2 * shape, shape == shapes.usual
+    total, launch, other = sums.total, 2 * shape, shape != shapes.usual
     single = int(owner[-1]) + 1 == len(owner)  # each candidate is a single segment, which is its launch
     if single:
         first = place = whose = owner
         launch += can_mask
-        partials = reduction = np.zeros(len(owner))
-        in_all = np.maximum(walked, 1)
+        reduction: np.ndarray = np.zeros(len(owner))
+        in_all = np.maximum(walked, 1.0)
     else:
-        partials = np.bincount(owner, sums.rows)
-        partials *= partials > num_rows  # some row has several segments
-        reduction = reduction_of(problem).time(partials)
-        usual = np.bincount(owner, ~usual) == 0
+        written = np.bincount(owner, sums.rows)
+        written *= written > num_rows  # some row has several segments
+        reduction = reduction_of(problem).time(written)
+        other = np.bincount(owner, other) > 0
         num_kinds = 2 * len(shapes.tiles)
         key = _launch_keys(problem, shapes, owner * num_kinds + launch, can_mask, shape, walked)
         order = np.argsort(key, kind="stable")
@@ -219,54 +223,61 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         whose, launch = np.divmod(key.take(first), num_kinds)
         place, total = spread(first, len(key)), np.add.reduceat(total, first)
         masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
-        in_all = np.maximum(np.add.reduceat(walked, first), 1)
+        in_all = np.maximum(np.add.reduceat(walked, first), 1.0)
     blocks = Blocks(first, place, tiles, walked / tiles, rows)
     memory = total * (problem.heads.token_bytes / profile.bytes_per_us)
     memory *= shapes.launch_memory.take(launch)
-    launches = Launches(launch, masked / in_all, alone / in_all, memory, partials.take(whose))
-    times, limits = price(problem, shapes, launches, blocks, NO_HOPE * (1 + NEARLY) if single else np.inf)
-    several_heads = problem.heads.num_kv_heads > 1
-    unusual, mixed = (~usual).tolist() if several_heads else [True] * len(reduction), candidates.mixed and several_heads
-    time = _comparable((times if single else np.bincount(whose, times)) + reduction, unusual, mixed)
+    partials = None if single else written.take(whose)
+    launches = Launches(launch, masked / in_all, alone / in_all, memory, partials)
+    # Where no bound shows what is best the root is long: then some launch gains by a split nearly always.
+    hopeless, gains = NO_HOPE * (1 + NEARLY) if single else np.inf, not candidates.shown
+    times, limits = price(problem, shapes, launches, blocks, hopeless, gains)
+    handicaps = [UNUSUAL] * len(reduction)
+    if problem.heads.num_kv_heads > 1:
+        handicaps = [UNUSUAL if is_other else USUAL for is_other in other.tolist()]
+        if candidates.mixed:
+            handicaps[0] = MIXED
+    time = _comparable((times if single else np.bincount(whose, times)) + reduction, handicaps)
 
     best = sorted(range(len(time)), key=time.__getitem__)[: FINALISTS if num_rows < MANY_ROWS else 1]
     ranks = [which for which in best if time[which] <= NO_HOPE * time[best[0]]]
     if candidates.twin in ranks and 0 in ranks and candidates.twin:
         ranks.remove(candidates.twin)
-    stays = np.zeros(len(time), bool)
-    for which in ranks:  # faster than an index of so few
-        stays[which] = True
-    stays = stays.take(whose)
-    mine, ours = stays.take(place).nonzero()[0], stays.nonzero()[0]
-    first = mine.searchsorted(first.take(ours))
+    if single:
+        mine = ours = np.array(sorted(ranks))
+        first = place = np.arange(len(ranks))
+    else:
+        stays = np.zeros(len(time), bool)
+        for which in ranks:  # faster than an index of so few
+            stays[which] = True
+        stays = stays.take(whose)
+        mine, ours = stays.take(place).nonzero()[0], stays.nonzero()[0]
+        first = mine.searchsorted(first.take(ours))
+        place = spread(first, len(mine))
     return _Finalists(
         segments=segments.take(mine),
         tiles=tiles.take(mine).astype(np.intp),
-        place=spread(first, len(mine)),
+        place=place,
         first=first,
         whose=whose.take(ours),
         launch=launch.take(ours),
         memory=memory.take(ours),
+        partials=None if partials is None else partials.take(ours),
         ranks=ranks,
-        partials=partials,
         reduction=reduction,
-        unusual=unusual,
-        mixed=mixed,
+        handicaps=handicaps,
         gains=bool(limits[whose.searchsorted(ranks[0])] > 0),
     )
 
 
-def _comparable(time: np.ndarray, unusual: list[bool], mixed: bool) -> list[float]:
-    """Times of candidates as they are compared: see ``NEARLY`` and ``MIXED``."""
-    times = [us * (1 + NEARLY * (other or us > SMALL_US)) for us, other in zip(time.tolist(), unusual)]
-    if mixed:
-        times[0] *= 1 + MIXED
-    return times
+def _comparable(time: np.ndarray, handicaps: list[tuple[float, float]]) -> list[float]:
+    """Times of candidates as they are compared."""
+    return [us * handicap[us > SMALL_US] for us, handicap in zip(time.tolist(), handicaps)]
 
 
 def _is_tiny(problem: Problem) -> bool:
     slots = problem.tree.num_nodes * problem.unit  # beside those of the tokens
-    return slots <= FEW_SLOTS and slots + int(problem.tree.kv_len.sum()) <= FEW_SLOTS
+    return slots <= FEW_SLOTS and slots + int(np.add.reduce(problem.tree.kv_len)) <= FEW_SLOTS
 
 
 def _launch_keys(
@@ -313,29 +324,40 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     tokens, masked = (before_high - before_low)[:num_tiles], masked[:num_tiles]
     alone = np.zeros(num_tiles)  # of one half of a tile, beyond those of the other
     if len(halved):
+        of_both, high, low, of_some = tokens - masked, before_high[:num_tiles], before_low[:num_tiles], masked
+        if len(halved) < num_tiles:
+            of_both, high, low, of_some = (column.take(halved) for column in (of_both, high, low, of_some))
         # The first half sees all up to the middle, the second one all from there on.
-        busier = before_high[num_tiles:] - before_low.take(halved)
-        np.maximum(busier, before_high.take(halved) - before_low[num_tiles:], out=busier)
-        busier -= (tokens - masked).take(halved)
-        alone[halved] = np.maximum(2 * busier - masked.take(halved), 0)
-    in_all = np.maximum(np.add.reduceat(tokens, first), 1)
+        busier = before_high[num_tiles:] - low
+        np.maximum(busier, high - before_low[num_tiles:], out=busier)
+        busier -= of_both
+        busier *= 2.0
+        busier -= of_some
+        np.maximum(busier, 0.0, out=busier)
+        if len(halved) < num_tiles:
+            alone[halved] = busier
+        else:
+            alone = busier
+    in_all = np.maximum(np.add.reduceat(tokens, first), 1.0)
     masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
-    blocks = Blocks(first, of_tile, np.ones(len(row0)), tokens, (row1 - row0).astype(np.float64))
+    blocks = Blocks(first, of_tile, None, tokens, (row1 - row0).astype(np.float64))
     alone /= in_all
-    launches = Launches(plans.launch, masked / in_all, alone, plans.memory, plans.partials.take(plans.whose))
+    launches = Launches(plans.launch, masked / in_all, alone, plans.memory, plans.partials)
     times, limits = price(problem, shapes, launches, blocks, gains=plans.gains)
     time = np.bincount(plans.whose, times, len(plans.reduction)) + plans.reduction
 
     winner, low, high = plans.ranks[0], 0, num_launches
     if len(plans.ranks) > 1:
-        winner = min(plans.ranks, key=_comparable(time, plans.unusual, plans.mixed).__getitem__)
-        low, high = plans.whose.searchsorted([winner, winner + 1]).tolist()
+        comparable = _comparable(time.take(plans.ranks), [plans.handicaps[rank] for rank in plans.ranks])
+        winner, whose = plans.ranks[comparable.index(min(comparable))], plans.whose.tolist()
+        low = whose.index(winner)
+        high = low + whose.count(winner)
     begin, end = first[low], first[high] if high < len(first) else len(row0)
     which = of_tile[begin:end]
     indptr = seen.indptr[begin : end + 1]
     runs = slice(indptr[0], indptr[-1])
     counts = seen.high[runs] - seen.low[runs]
-    upto = exclusive_cumsum(counts)
+    upto = starts_of(counts)
     place = np.arange(upto[-1])
     place += (seen.low[runs] - upto[:-1]).repeat(counts)
     node = levels.node.take(place)
@@ -350,6 +372,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
         max_tokens=limits.take(which),
         tiles=tuple([shapes.tiles[index] for index in kind[low:high].tolist()]),
         uniform=_is_tiny(problem),
+        cut=True,
     )
     return tiling, float(time[winner]), float(np.maximum.reduce(alone[low:high]))
 
