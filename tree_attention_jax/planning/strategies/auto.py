@@ -53,10 +53,10 @@ from tree_attention_jax.planning.strategies._segments import (
 )
 from tree_attention_jax.planning.tiling import Tiling
 
-# Candidates that are cut into tiles: so many at most, and none whose estimate is so many times the best one.
-FINALISTS, NO_HOPE = 5, 1.2
-# Of so many rows, whose tiles are many enough for an average, only the best.
-MANY_ROWS = 20_000
+# Candidates that are cut into tiles: none whose estimate is so many times the best one, and of so many rows at most so
+# many of them. The more tiles there are, the better is an average.
+NO_HOPE = 1.2
+FINALISTS = ((512, 5), (20_000, 4))
 # Joined segments are long: the short steps that nodes of 16 tokens want gain nothing, but would be one more program.
 SHORTEST_STEP = 32
 # Plain items run apart from masked ones where that gains so many times as much as their launch costs: if it gained
@@ -239,7 +239,8 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
             handicaps[0] = MIXED
     time = _comparable((times if single else np.bincount(whose, times)) + reduction, handicaps)
 
-    best = sorted(range(len(time)), key=time.__getitem__)[: FINALISTS if num_rows < MANY_ROWS else 1]
+    most = next((count for rows_at_most, count in FINALISTS if num_rows <= rows_at_most), 1)
+    best = sorted(range(len(time)), key=time.__getitem__)[:most]
     ranks = [which for which in best if time[which] <= NO_HOPE * time[best[0]]]
     if candidates.twin in ranks and 0 in ranks and candidates.twin:
         ranks.remove(candidates.twin)
