@@ -58,3 +58,8 @@ def test_it_grows_with_every_partial():
         reduction, _ = reduction_for(queries)
         counts = np.arange(queries, 4 * queries + 1)  # in one round
         assert (np.diff(reduction.time(counts)) > 0).all()
+
+
+def test_no_numbers_take_no_time():
+    reduction, _ = reduction_for(10)
+    assert reduction.time(np.zeros((0, 3))).shape == (0, 3)

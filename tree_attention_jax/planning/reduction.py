@@ -48,15 +48,16 @@ class Reduction(NamedTuple):
     def time(self, partials: np.ndarray) -> np.ndarray:
         """To write so many partials and to merge them, float64; 0 for none."""
         us = partials * self.partial_us
-        us += np.maximum(partials - self.near, 0) * self.far_us
-        merged: Any = self.num_rows * MANY_PARTIALS  # in a round
-        if self.num_rows > FEW_QUERIES:
-            merged = np.where(partials > FEW_ON_AVERAGE * self.num_rows, merged, self.num_rows * FEW_PARTIALS)
-        rounds = np.ceil(partials / merged)
-        rounds -= 1
-        us += rounds * self.round_us
         us += self.fixed_us
         us *= partials > 0
+        most, few = np.maximum.reduce(partials, axis=None, initial=0), self.num_rows > FEW_QUERIES
+        if most > self.near:
+            us += np.maximum(partials - self.near, 0) * self.far_us
+        merged: Any = self.num_rows * (FEW_PARTIALS if few else MANY_PARTIALS)  # in a round
+        if most > merged:
+            if few:
+                merged = np.where(partials > FEW_ON_AVERAGE * self.num_rows, self.num_rows * MANY_PARTIALS, merged)
+            us += np.maximum(np.ceil(partials / merged) - 1, 0) * self.round_us
         return us
 
 
