@@ -9,7 +9,7 @@ from tree_attention_jax.planning.plan import make_problem
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.profile import load_profiles
 from tree_attention_jax.planning.strategies import _launches
-from tree_attention_jax.planning.strategies._launches import Blocks, Launches, price
+from tree_attention_jax.planning.strategies._launches import Blocks, Launches, blocks_of, price
 from tree_attention_jax.planning.strategies.auto import SHORTEST_STEP
 
 
@@ -74,3 +74,21 @@ def test_groups_of_a_tile_need_no_ones(gains: bool, partials: bool):
             for numbers, others in zip(found, expected):
                 np.testing.assert_array_equal(numbers, others)
     assert several > 50
+
+
+@pytest.mark.parametrize("gains", [False, True])
+def test_equal_neighbours_may_be_one_group(gains: bool):
+    rng = np.random.default_rng(4)
+    problem = make_problem(ta.TokenTree([-1], [64]), 16, 32, 8, gpu="NVIDIA H200")
+    shapes, grouped = shapes_for(problem, SHORTEST_STEP), 0
+    for _ in range(200):
+        launches, groups = random_launches(rng, problem, shapes)
+        copies = groups.tiles.astype(int) * 40
+        first = np.append(0, np.cumsum(copies))[groups.first]
+        launch, tokens, rows = (column.repeat(copies) for column in (groups.launch, groups.tokens, groups.rows))
+        expected = price(problem, shapes, launches, Blocks(first, launch, None, tokens, rows), gains=gains)
+        blocks = blocks_of(first, launch, tokens, rows)
+        grouped += blocks.tiles is not None
+        for numbers, others in zip(price(problem, shapes, launches, blocks, gains=gains), expected):
+            np.testing.assert_array_equal(numbers, others)
+    assert grouped > 50

@@ -40,6 +40,22 @@ class Blocks(NamedTuple):
     rows: np.ndarray
 
 
+def blocks_of(first: np.ndarray, launch: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> Blocks:
+    """Tiles one by one, launch after launch; equal neighbours, of which a regular tree has many, as groups."""
+    if len(tokens) > MANY_TILES:
+        new = np.empty(len(tokens), bool)
+        np.not_equal(tokens[1:], tokens[:-1], out=new[1:])
+        new[1:] |= rows[1:] != rows[:-1]
+        new[first] = True
+        at = new.nonzero()[0]
+        if 2 * len(at) < len(tokens):
+            tiles = np.empty(len(at))
+            np.subtract(at[1:], at[:-1], out=tiles[:-1])
+            tiles[-1] = len(tokens) - at[-1]
+            return Blocks(at.searchsorted(first), launch.take(at), tiles, tokens.take(at), rows.take(at))
+    return Blocks(first, launch, None, tokens, rows)
+
+
 class Launches(NamedTuple):
     """[L] each."""
 

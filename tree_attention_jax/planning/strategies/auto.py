@@ -40,7 +40,7 @@ from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.reduction import reduction_of
 from tree_attention_jax.planning.strategies._common import make_tiling
-from tree_attention_jax.planning.strategies._launches import Blocks, Launches, price, spread, starts
+from tree_attention_jax.planning.strategies._launches import Blocks, Launches, blocks_of, price, spread, starts
 from tree_attention_jax.planning.strategies._levels import Levels, Tiles
 from tree_attention_jax.planning.strategies._one_segment import one_segment
 from tree_attention_jax.planning.strategies._segmentation import Optima, options_of
@@ -341,7 +341,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
             alone = busier
     in_all = np.maximum(np.add.reduceat(tokens, first), 1.0)
     masked, alone = np.add.reduceat(masked, first), np.add.reduceat(alone, first)
-    blocks = Blocks(first, of_tile, None, tokens, (row1 - row0).astype(np.float64))
+    blocks = blocks_of(first, of_tile, tokens, (row1 - row0).astype(np.float64))
     alone /= in_all
     launches = Launches(plans.launch, masked / in_all, alone, plans.memory, plans.partials)
     times, limits = price(problem, shapes, launches, blocks, gains=plans.gains)
