@@ -23,7 +23,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ import jax.numpy as jnp
 
 import tree_attention_jax as ta
 from benchmarks import harness
+from benchmarks.launches import launch_rows
 from benchmarks.suites import Cell, cells
-from tree_attention_jax.planning.model import launch_loads
 from tree_attention_jax.planning.plan import make_problem, plan_of
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.profile import GpuProfile
@@ -169,28 +169,11 @@ def _compile(one: Alternative) -> tuple[Any, int]:
 def _record(report: dict[str, Any], one: Alternative, kernels: dict[str, float]) -> None:
     plan = one.plan
     assert plan.host is not None
-    for launch, load in zip(plan.shape.launches, launch_loads(plan)):
-        tile = launch.tile
-        us = next(us for name, us in kernels.items() if tile.name() in name)
-        group = one.cell.num_q_heads // one.cell.num_kv_heads
-        report["launches"].append(
-            {
-                "tree": one.cell.name,
-                "heads": list(one.cell.heads),
-                "variant": one.name,
-                "tile": [tile.rows, tile.block_kv, tile.warps, tile.stages],
-                "mosaic": tile.mosaic,
-                "can_mask": tile.masked,
-                "us": round(us, 3),
-                **asdict(load),
-                "programs": load.items * one.cell.num_kv_heads * -(-group // tile.heads_per_tile(group)),
-                "grid": launch.grid,
-            }
-        )
+    named = {"tree": one.cell.name, "heads": list(one.cell.heads), "variant": one.name}
+    report["launches"] += [{**named, **row} for row in launch_rows(plan, kernels)]
     for name, us in kernels.items():
         if "reduce" in name:
             counts = {"partials": plan.host.num_partials, "queries": plan.host.num_queries}
-            named = {"tree": one.cell.name, "heads": list(one.cell.heads), "variant": one.name}
             report["reductions"].append({**named, "us": round(us, 3), **counts, "block": plan.shape.reduce_block})
 
 

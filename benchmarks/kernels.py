@@ -38,6 +38,7 @@ import numpy as np
 import tree_attention_jax as ta
 from benchmarks import harness
 from benchmarks.comparison import fastest, key_of, mean, peer_times
+from benchmarks.launches import launch_rows
 from benchmarks.peers import Inputs, Peer, Unsuitable, find_peers, need_torch
 from benchmarks.suites import Cell, cells, result_name, suite_names
 from tree_attention_jax.backends import IMPLEMENTATIONS
@@ -248,6 +249,7 @@ def _measure_ours(
         row["copy_share"] = round(harness.kv_bytes(tree, cell.heads, cell.head_dim) / us / copy_rate, 3)
     if plan.host is not None:
         row |= {"items": list(plan.host.num_items), "partials": plan.host.num_partials}
+        row["launches"] = launch_rows(plan, kernels)
     if args.wall:
         run = harness.feeding_back(whole, *arguments)
         whole_layers = data.layers * harness.turns(data.layers)

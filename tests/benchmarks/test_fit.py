@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import alternatives, fit
+from benchmarks.launches import launch_rows
 from benchmarks.suites import cells
 from tree_attention_jax.planning.profile import load_profiles
 
@@ -69,3 +70,17 @@ def test_alternatives_are_different_and_exact(label: str):
     assert len({one.plan.shape for one in found}) > 1
     for one in found:
         one.plan.check(cell.tree())
+
+
+def test_launches_of_a_measured_plan_are_rows_for_the_fit():
+    (cell,) = [cell for cell in cells("fasttree") if cell.label == "1,16,64_1024,256,32 16/1"]
+    (one,) = [one for one in alternatives.alternatives(cell, gpu="NVIDIA H200") if one.name == "auto"]
+    names = [launch.tile.name() for launch in one.plan.shape.launches]
+    kernels = {f"tree_partial_{name}": 10.0 + i for i, name in enumerate(names)} | {"tree_reduce": 3.0}
+    rows = launch_rows(one.plan, kernels)
+    assert [row["us"] for row in rows] == [10.0 + i for i in range(len(names))]
+    assert [row["items"] for row in rows] == list(one.plan.host.num_items)
+    assert sum(row["partials"] for row in rows) == one.plan.host.num_partials
+    rows = [{"tree": cell.name, "heads": list(cell.heads), **row} for row in rows]
+    assert np.isfinite(fit.errors(load_profiles()["NVIDIA H200"], rows)).all()
+    assert launch_rows(one.plan, {"tree_reduce": 3.0}) == []

@@ -41,7 +41,8 @@ class TreeDecoder:
     """Decodes the trees of any number of requests with one model.
 
     Attributes:
-        model: as given. Weights may change between two calls; after putting other modules into it, set it again.
+        model: as given. Weights may change between two calls; after putting other variables or modules into it, set
+            it again.
         tree: the live trees; fork, append to and prune its leaves between two calls as you like.
         k_pages, v_pages: one array a layer, [num_pages, page_size, num_kv_heads, head_dim]. Every call donates them
             and puts new ones here.

@@ -34,11 +34,6 @@ class FlatModel:
     def __init__(self, arrays: list[Any], structure: _Structure):
         self.arrays, self.structure = arrays, structure
 
-    @classmethod
-    def of(cls, model: Any) -> FlatModel:
-        arrays, treedef = jax.tree.flatten(model)
-        return cls(arrays, _structure(treedef))
-
     def tree_flatten(self) -> tuple[tuple[list[Any]], _Structure]:
         return (self.arrays,), self.structure
 
@@ -60,27 +55,25 @@ class FlatModel:
 
 
 class Flattened:
-    """Keeps a model flat, and sees when its weights change.
+    """Gives a model flat, with the weights that it has at that moment. It keeps no array alive.
 
-    That can be seen where all of its arrays are in Flax's variables, each of which can be asked for its array: other
-    models stay as they are. Modules put into a model later are not seen.
+    It can where all of the model's arrays are in Flax's variables, one each: other models stay as they are. Variables
+    and modules put into the model later are not seen.
     """
 
     def __init__(self, model: Any):
         self.model = model
+        arrays, treedef = jax.tree.flatten(model)
         holders = jax.tree.leaves(model, is_leaf=_is_variable)
-        self.variables = holders if holders and all(map(_is_variable, holders)) else []
-        self.flat: FlatModel | None = None
+        in_variables = len(holders) == len(arrays) > 0 and all(map(_is_variable, holders))
+        self.variables: list[Any] = holders if in_variables else []
+        self.structure = _structure(treedef) if in_variables else None
 
     def now(self) -> Any:
-        """A `FlatModel` with the weights of this moment, or the model itself."""
-        if not self.variables:
+        """A `FlatModel`, or the model itself."""
+        if self.structure is None:
             return self.model
-        if self.flat is None or any(v.get_raw_value() is not x for v, x in zip(self.variables, self.flat.arrays)):
-            self.flat = FlatModel.of(self.model)
-            if len(self.flat.arrays) != len(self.variables):  # a variable that holds several
-                self.variables = []
-        return self.flat
+        return FlatModel([variable.get_raw_value() for variable in self.variables], self.structure)
 
 
 def _is_variable(node: Any) -> bool:
