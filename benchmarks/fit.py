@@ -31,10 +31,10 @@ import numpy as np
 from scipy.optimize import least_squares
 
 import tree_attention_jax as ta
+from benchmarks.launches import launch_rows
 from benchmarks.suites import cells
 from tree_attention_jax.planning import cost
 from tree_attention_jax.planning.cost import launch_time, shape_table
-from tree_attention_jax.planning.model import launch_loads
 from tree_attention_jax.planning.plan import make_problem
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.profile import GpuProfile, ReductionCost, TileCost, profile_for
@@ -153,13 +153,10 @@ def launches_of_named() -> list[dict[str, Any]]:
         )
         if plan.host is None or list(plan.host.num_items) != row["items"]:
             continue  # that strategy's plan is another one by now
-        for launch, load in zip(plan.shape.launches, launch_loads(plan)):
-            tile = (launch.tile.rows, launch.tile.block_kv, launch.tile.warps, launch.tile.stages)
-            us = sum(us for name, us in row["kernels"].items() if launch.tile.name() in name)
-            if tile == NAMED_SHAPE and 0 < us < NAMED_MOST_US:
-                kind = {"tile": list(tile), "mosaic": False, "can_mask": launch.tile.masked}
-                named = {"tree": cell.name, "heads": list(cell.heads), "variant": row["strategy"]}
-                found.append({**named, **kind, "us": us, **asdict(load)})
+        named = {"tree": cell.name, "heads": list(cell.heads), "variant": row["strategy"]}
+        for launch in launch_rows(plan, row["kernels"]):
+            if tuple(launch["tile"]) == NAMED_SHAPE and not launch["mosaic"] and launch["us"] < NAMED_MOST_US:
+                found.append({**named, **launch})
     return found
 
 
