@@ -137,10 +137,11 @@ def _profiles(problem: Problem) -> Iterator[tuple[str, GpuProfile]]:
     yield "dear partials", _other_partials(profile, 4)
     for tile in profile.tiles:
         if tile.block_kv >= 32 and (mosaic or not tile.mosaic):
-            kernel, alone = "mosaic" if tile.mosaic else f"w{tile.warps}", replace(profile, tiles=(tile,))
-            yield f"r{tile.rows}k{tile.block_kv}{kernel}", alone
-            yield f"r{tile.rows}k{tile.block_kv}{kernel}, cheap partials", _other_partials(alone, 0.25)
-            yield f"r{tile.rows}k{tile.block_kv}{kernel}, dear partials", _other_partials(alone, 4)
+            kernel = "mosaic" if tile.mosaic else f"w{tile.warps}s{tile.stages}"
+            name, alone = f"r{tile.rows}k{tile.block_kv}{kernel}", replace(profile, tiles=(tile,))
+            yield name, alone
+            yield f"{name}, cheap partials", _other_partials(alone, 0.25)
+            yield f"{name}, dear partials", _other_partials(alone, 4)
 
 
 def _mosaic_profiles(problem: Problem) -> Iterator[tuple[str, GpuProfile]]:

@@ -18,10 +18,11 @@ def launch_rows(plan: ta.TreePlan, kernels: dict[str, float]) -> list[dict[str, 
     """
     rows = []
     shape = plan.shape
+    names = [launch.tile.name() for launch in shape.launches]
     for launch, load in zip(shape.launches, launch_loads(plan)):
         tile = launch.tile
         mine = [us for name, us in kernels.items() if tile.name() in name]
-        if len(mine) != 1:
+        if len(mine) != 1 or names.count(tile.name()) > 1:
             continue
         rows.append(
             {

@@ -9,7 +9,7 @@ interval. :mod:`pallas_kernels.partial_xla` is the version this must equal.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,16 @@ from pallas_kernels.state import AttentionState, lse_at
 
 INTERPRETED_PROGRAMS = 4
 NOBODY = 2**31 - 1  # as `low` of a token's interval: no row sees it
+
+
+class _Item(NamedTuple):
+    """An item record. ``entries``: where the plain ones begin, and the masked ones; ``counts``: how many they are."""
+
+    row: jax.Array
+    num_rows: jax.Array
+    entries: tuple[jax.Array, jax.Array]
+    counts: tuple[jax.Array, jax.Array]
+    partial: jax.Array
 
 
 def partial_attention(
@@ -90,22 +100,25 @@ def _kernel(q_ref, k_ref, v_ref, buffer_ref, *refs, grid, index, shape, options,
     )
     program = pl.program_id(0)  # read here: the interpreter does not know it inside a loop
     heads = shape.num_kv_heads * shape.head_tiles(launch.tile)
+    # Where each program has one item, it is read while the number of items, which says whether there is any, is on its
+    # way: memory is waited for once, not twice.
+    item = _read_item(buffer_ref, launch, lax.div(program, heads)) if grid >= launch.capacity * heads else None
     if index == 0:
         _pad(buffer_ref, outputs, program, grid, rows=launch.tile.rows, shape=shape)
     total = buffer_ref[index] * heads
 
-    if grid >= launch.capacity * heads:
+    if item is not None:
         # Items come longest first, and the GPU gives the next one to whichever SM has room. A loop over several items
         # would keep what it needs to begin and end them in registers all the while: 40 a thread, which narrow tiles
         # lack for their accumulator and the others for a program more on the SM.
         @pl.when(program < total)
         def _():
-            run(lax.div(program, heads), lax.rem(program, heads))
+            run(item, lax.rem(program, heads))
     else:
 
         def turn(i, carry):
             work = program + i * grid
-            run(lax.div(work, heads), lax.rem(work, heads))
+            run(_read_item(buffer_ref, launch, lax.div(work, heads)), lax.rem(work, heads))
             return carry
 
         lax.fori_loop(0, lax.div(jnp.maximum(total - program, 0) + grid - 1, grid), turn, 0)
@@ -128,24 +141,38 @@ def _pad(buffer_ref, outputs, program, grid, *, rows, shape):
     lax.fori_loop(0, lax.div(jnp.maximum(shares - program, 0) + grid - 1, grid), share, 0)
 
 
+def _read_item(buffer_ref, launch, number) -> _Item:
+    record = launch.items_at + number * lo.ITEM_SIZE
+    row, num_rows, plain, num_plain, masked, num_masked, partial = (
+        buffer_ref[record + field]
+        for field in (
+            lo.ROW,
+            lo.NUM_ROWS,
+            lo.PLAIN_BEGIN,
+            lo.PLAIN_COUNT,
+            lo.MASKED_BEGIN,
+            lo.MASKED_COUNT,
+            lo.PARTIAL,
+        )
+    )
+    return _Item(row, num_rows, (plain, masked), (num_plain, num_masked), partial)
+
+
 def _run_item(
     q_ref, k_ref, v_ref, buffer_ref, per_head_ref, outputs, item, head_program, *, launch, shape, options, exp2
 ):
     tile = launch.tile
     heads = tile.heads_per_tile(shape.group)
     kv_head, head_tile = _divmod(head_program, shape.head_tiles(tile))
-    record = launch.items_at + item * lo.ITEM_SIZE
-    first_row = buffer_ref[record + lo.ROW]
-    num_rows = buffer_ref[record + lo.NUM_ROWS]
 
     # Tile row r is head r % heads of query r // heads.
     n, head = _divmod(jnp.arange(tile.rows), heads)
     head += head_tile * heads
-    live = n < jnp.minimum(num_rows, tile.queries_per_tile(shape.group))
+    live = n < jnp.minimum(item.num_rows, tile.queries_per_tile(shape.group))
     if shape.group % heads:
         live &= head < shape.group
     head += kv_head * shape.group
-    row = first_row + n
+    row = item.row + n
 
     def load_query():
         query = plgpu.load(buffer_ref.at[shape.rows_at + row], mask=live, other=0)
@@ -197,8 +224,7 @@ def _run_item(
         return out, new_peak, total * shrink + weight.sum(axis=1)
 
     def walk(masked, carry):
-        entries = buffer_ref[record + (lo.MASKED_BEGIN if masked else lo.PLAIN_BEGIN)]
-        num_entries = buffer_ref[record + (lo.MASKED_COUNT if masked else lo.PLAIN_COUNT)]
+        entries, num_entries = item.entries[masked], item.counts[masked]
         steps = lax.div(num_entries * tile.entry_tokens(masked) + tile.block_kv - 1, tile.block_kv)
         return lax.fori_loop(0, steps, functools.partial(step, masked, entries, num_entries), carry)
 
@@ -214,7 +240,7 @@ def _run_item(
     some = jnp.where(total == 0, 1.0, total)
     out = out / some[:, None]
     lse2 = jnp.where(total == 0, -jnp.inf, peak * factor + jnp.log2(some))
-    partial = buffer_ref[record + lo.PARTIAL]
+    partial = item.partial
 
     # Idle rows point past the end: the mask keeps the GPU away, and the interpreter (which writes old values back where
     # the mask is off) drops them instead of racing with a live row.

@@ -27,7 +27,7 @@ def test_the_profile_is_what_the_fit_finds():
     tiles, measured = recorded()
     begin = fit.first_guess(tiles, measured["environment"])
     launches = [*measured["launches"], *fit.launches_of_named()]
-    found = fit.fit(replace(begin, reduction=fit.fit_reduction(measured["reductions"])), launches)
+    found = fit.fit_all(replace(begin, reduction=fit.fit_reduction(measured["reductions"])), launches)
     assert found.reduction == load_profiles()["NVIDIA H200"].reduction
     np.testing.assert_allclose(constants(found), constants(load_profiles()["NVIDIA H200"]), rtol=0.1)
     before, after = (np.sqrt(np.mean(fit.errors(one, measured["launches"]) ** 2)) for one in (begin, found))
