@@ -30,6 +30,8 @@ and priced again, and the cheapest wins.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -43,6 +45,7 @@ from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._launches import Blocks, Launches, blocks_of, price, spread, starts
 from tree_attention_jax.planning.strategies._levels import Levels, Tiles
 from tree_attention_jax.planning.strategies._one_segment import one_segment
+from tree_attention_jax.planning.strategies._regular import RegularOptima, RegularTable
 from tree_attention_jax.planning.strategies._segmentation import Optima, options_of
 from tree_attention_jax.planning.strategies._segments import (
     NodeTokens,
@@ -147,12 +150,11 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         table, time, place = whole
         best = where_cheap = np.array([place])
     else:
-        table = SegmentTable.of(levels, nodes)
-        time = segment_times(problem, shapes, table)
+        table, time, optima_of = _programme(problem, shapes, levels, nodes)
         lists = np.minimum.reduce(time)[None]
         if small:
             lists = np.concatenate([lists, time])
-        optima = Optima(table, options_of(problem, table, lists, prices))
+        optima = optima_of(lists, prices)
         best, where_cheap = optima[0], optima[len(lists) * (len(prices) - 1)]
     shape = time.take(best, axis=1).argmin(axis=0)
     used = sorted(set(shape.tolist()))
@@ -171,7 +173,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
             batches = [[pair] for pair in alone]
         for batch in filter(None, batches):
             of_shapes = time.take([index for _, index in batch], axis=0)
-            found += Optima(table, options_of(problem, table, of_shapes, [prices[batch[0][0]]]))
+            found += optima_of(of_shapes, [prices[batch[0][0]]])
     shape_of, twin = [index for _, index in alone], 0
     if levels.depth <= levels.spans:
         if len(best) == 1 and levels.depth > 2:
@@ -184,6 +186,19 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         owner, of_others = owner.repeat(counts), of_others.repeat(counts[1:])
     first, others = np.concatenate(found), np.concatenate([shape, of_others])
     return table, _Candidates(owner, first, others, twin, whole is not None, len(used) > 1)
+
+
+def _programme(
+    problem: Problem, shapes: ShapeTable, levels: Levels, nodes: NodeTokens
+) -> tuple[SegmentTable, np.ndarray, Callable[[np.ndarray, list[float]], Optima | RegularOptima]]:
+    """All segments, their times, and what finds the best of them by lists of times with prices of partials."""
+    regular = RegularTable.of(levels, nodes)
+    if regular is not None:
+        time = segment_times(problem, shapes, regular.kinds).repeat(regular.counts, axis=1)
+        return regular.table, time, functools.partial(RegularOptima, problem, regular)
+    table = SegmentTable.of(levels, nodes)
+    time = segment_times(problem, shapes, table)
+    return table, time, lambda times, prices: Optima(table, options_of(problem, table, times, prices))
 
 
 def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
