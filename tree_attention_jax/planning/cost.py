@@ -370,4 +370,5 @@ def least_time(profile: GpuProfile, costs: LaunchCosts, steps: float, items: flo
     """No more than :func:`launch_time`, whatever the longest item is, and of as many items or more; of numbers."""
     work = items * costs.item_work_us + steps * (costs.step_us * costs.programs)
     busy = max(work, memory) + min(OVERLAP * min(work, memory), MAX_EXPOSED_US)
-    return profile.launch_us + max(busy, steps * costs.step_bytes / profile.l2_bytes_per_us)
+    waves = (steps * costs.latency_us + items * costs.ends_us) * (costs.programs / costs.resident)
+    return profile.launch_us + max(busy, waves, steps * costs.step_bytes / profile.l2_bytes_per_us)

@@ -26,6 +26,8 @@ SHORT_TAIL = 0.2
 FEW = 16
 # Of more tiles it is worth to leave out those that are never split.
 MANY_TILES = 64
+# A launch that could gain no more than this share by a split hardly ever does: it is worth to look at each length.
+LITTLE = 0.05
 # What is larger by less than this may be as large.
 ROUNDING = 1 + 1e-6
 
@@ -103,7 +105,7 @@ def price(
         load = steps, _items_of(blocks), longest, *_longest_tiles(blocks, longest)
         whole = _whole(problem, shapes, launches, load, hopeless)
         if whole is not None:
-            return np.array(whole), np.zeros(len(first), np.int32)
+            return np.array(whole[0]), np.array(whole[1], np.int32)
     bits = max(int(longest[longest.argmax()]) - 1, 0).bit_length()
     length, limits = _lengths(bits)
     items, written = _splits(blocks, length, None if partials is None else partials > 0)
@@ -131,36 +133,74 @@ def price(
 
 def _whole(
     problem: Problem, shapes: ShapeTable, launches: Launches, load: tuple[np.ndarray, ...], hopeless: float
-) -> list[float] | None:
-    """Times of a few launches if items are not split; None if one that counts may gain by that.
+) -> tuple[list[float], list[int]] | None:
+    """Times and limits of a few launches if (nearly) none that counts gains by splitting items; None if one may.
 
     ``load``: steps and items of each launch, tokens of its longest item, tiles as long as that, and rows of these.
     """
     profile, reduction = problem.profile, reduction_of(problem)
     columns = (launches.launch, launches.masked, launches.one_sided, launches.memory, *load)
-    times, best, may_gain = [], np.inf, np.inf
-    for launch, masked, one_sided, memory, steps, items, longest, tiles, rows in zip(*[c.tolist() for c in columns]):
-        costs = shapes.launch(launch, masked, one_sided)
-        if least_time(profile, costs, steps, items, memory) > hopeless * ROUNDING * best:
-            times.append(np.inf)
+    times, limits, best, seen = [], [], np.inf, {}
+    for numbers in zip(*[c.tolist() for c in columns]):
+        if numbers in seen:  # a candidate may be there twice
+            time, limit = seen[numbers]
+            times.append(time)
+            limits.append(limit)
             continue
-        longest /= costs.block_kv
-        time = launch_time(profile, costs, steps, items, math.ceil(longest), memory, NUMBERS)
+        launch, masked, one_sided, memory, steps, items, longest, tiles, rows = numbers
+        costs, limit = shapes.launch(launch, masked, one_sided), 0
+        time = least_time(profile, costs, steps, items, memory)
+        if time > hopeless * ROUNDING * best:
+            time = np.inf
+        else:
+            most = math.ceil(longest / costs.block_kv)
+            time = launch_time(profile, costs, steps, items, most, memory, NUMBERS)
+            best = min(best, time)
+            if most * costs.latency_us > SHORT_TAIL * time:
+                # With the longest tiles in p >= 2 pieces there are more items; each piece writes partials, which one
+                # more launch merges; and it takes a p-th of the time: x / p + p * y is 2 * sqrt(x * y) at least.
+                partials = rows * reduction.partial_us
+                split = least_time(profile, costs, steps, items + tiles, memory) + 2 * partials
+                tail_us = longest / costs.block_kv * costs.latency_us
+                split = max(split, profile.launch_us + 2 * math.sqrt(tail_us * partials))
+                split += reduction.fixed_us
+                if split <= ROUNDING * min(time, hopeless * best):
+                    if tiles < items or split < (1 - LITTLE) * time:
+                        return None
+                    at_once = int(shapes.at_once[launch >> 1])
+                    time, limit = _best_split(problem, costs, at_once, (steps, items, longest, rows, memory), time)
+                    best = min(best, time)
+        seen[numbers] = time, limit
         times.append(time)
-        best = min(best, time)
-        if math.ceil(longest) * costs.latency_us <= SHORT_TAIL * time:
+        limits.append(limit)
+    return times, limits
+
+
+def _best_split(
+    problem: Problem, costs: LaunchCosts, at_once: int, load: tuple[float, ...], whole_us: float
+) -> tuple[float, int]:
+    """The least time of a launch of equal tiles, and the limit that it takes, if it takes so long without one.
+
+    ``load``: steps, tiles, tokens of each tile, rows of all, and time to read the K/V.
+    """
+    profile, reduction, (steps, tiles, tokens, rows, memory) = problem.profile, reduction_of(problem), load
+    best, best_limit = whole_us, 0
+    _, limits = _lengths(max(int(tokens) - 1, 0).bit_length())
+    for limit in reversed(limits.tolist()):
+        if limit >= tokens or limit < costs.block_kv or limit % at_once or limit == 0:
             continue
-        # With the longest tiles in p >= 2 pieces there are more items; each piece writes partials, which one more
-        # launch merges; and it takes a p-th of the time: x / p + p * y is 2 * sqrt(x * y) at least.
-        partials = rows * reduction.partial_us
-        split = least_time(profile, costs, steps, items + tiles, memory) + 2 * partials
-        split = max(split, profile.launch_us + 2 * math.sqrt(longest * costs.latency_us * partials))
-        split += reduction.fixed_us
-        if split <= ROUNDING * time:
-            may_gain = min(may_gain, split)
-            if may_gain <= hopeless * ROUNDING * best:
-                return None
-    return times
+        pieces = math.ceil(tokens / limit)
+        reduction_us = reduction.fixed_us + pieces * rows * reduction.partial_us  # at least
+        if least_time(profile, costs, steps, pieces * tiles, memory) + reduction_us > ROUNDING * best:
+            break  # more pieces take longer still
+        most = math.ceil(limit / costs.block_kv)
+        time = launch_time(profile, costs, steps, pieces * tiles, most, memory, NUMBERS)
+        if time + reduction_us > ROUNDING * best:
+            continue
+        time += float(reduction.time(np.array([pieces * rows]))[0])
+        if time < best or (time == best and best_limit):
+            best, best_limit = time, limit
+    return best, best_limit
 
 
 def _items_of(blocks: Blocks) -> np.ndarray:
