@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tree_attention_jax._arrays import largest
 from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import GpuProfile
 
@@ -50,7 +51,7 @@ class Reduction(NamedTuple):
         us = partials * self.partial_us
         us += self.fixed_us
         us *= partials > 0
-        most, few = np.maximum.reduce(partials, axis=None, initial=0), self.num_rows > FEW_QUERIES
+        most, few = largest(partials), self.num_rows > FEW_QUERIES
         if most > self.near:
             us += np.maximum(partials - self.near, 0) * self.far_us
         merged: Any = self.num_rows * (FEW_PARTIALS if few else MANY_PARTIALS)  # in a round

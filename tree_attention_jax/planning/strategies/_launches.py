@@ -125,8 +125,10 @@ def price(
     if partials is None:
         split += reduction.time(written[1:])
     else:
-        split += reduction.time(written[1:] + partials)
-        split -= reduction.time(partials)
+        written += partials
+        reduction_us = reduction.time(written)
+        split += reduction_us[1:]
+        split -= reduction_us[0]  # nothing is split there
     np.putmask(split, senseless[1:], np.inf)
     return np.minimum.reduce(time), limits.take(time.argmin(axis=0))
 
@@ -266,7 +268,7 @@ def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray | None) -> t
     np.divide(tokens, length, out=pieces)
     np.ceil(pieces, out=pieces)
     np.maximum(pieces, 1.0, out=pieces)
-    np.multiply(pieces if reduced is None else pieces - reduced.take(launch), pieces > 1, out=partials)
+    np.multiply(pieces if reduced is None else pieces - reduced.take(launch), pieces > 1.0, out=partials)
     partials *= rows if tiles is None else rows * tiles
     if tiles is not None:
         pieces *= tiles
