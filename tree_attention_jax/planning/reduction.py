@@ -7,6 +7,7 @@ merges so many partials of a query at a time (``WorkShape.reduce_block``): each 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,16 @@ class Reduction(NamedTuple):
                 merged = np.where(partials > FEW_ON_AVERAGE * self.num_rows, self.num_rows * MANY_PARTIALS, merged)
             us += np.maximum(np.ceil(partials / merged) - 1, 0) * self.round_us
         return us
+
+
+    def time_of(self, partials: float) -> float:
+        """The same of a number, some of them."""
+        merged = self.num_rows * (FEW_PARTIALS if self.num_rows > FEW_QUERIES else MANY_PARTIALS)
+        if partials > FEW_ON_AVERAGE * self.num_rows:
+            merged = self.num_rows * MANY_PARTIALS
+        us = partials * self.partial_us + self.fixed_us
+        us += max(partials - self.near, 0) * self.far_us
+        return us + max(math.ceil(partials / merged) - 1, 0) * self.round_us
 
 
 def reduction_of(problem: Problem) -> Reduction:

@@ -26,7 +26,9 @@ SHORT_TAIL = 0.2
 FEW = 16
 # Of more tiles it is worth to leave out those that are never split.
 MANY_TILES = 64
-# A launch that could gain no more than this share by a split hardly ever does: it is worth to look at each length.
+# So few take less time one by one, at each length.
+ONE_BY_ONE = 2
+# Of more launches, one that could gain no more than this share by a split is looked at by itself: it hardly ever does.
 LITTLE = 0.05
 # What is larger by less than this may be as large.
 ROUNDING = 1 + 1e-6
@@ -167,7 +169,7 @@ def _whole(
                 split = max(split, profile.launch_us + 2 * math.sqrt(tail_us * partials))
                 split += reduction.fixed_us
                 if split <= ROUNDING * min(time, hopeless * best):
-                    if tiles < items or split < (1 - LITTLE) * time:
+                    if tiles < items or (split < (1 - LITTLE) * time and len(launches.launch) > ONE_BY_ONE):
                         return None
                     at_once = int(shapes.at_once[launch >> 1])
                     time, limit = _best_split(problem, costs, at_once, (steps, items, longest, rows, memory), time)
@@ -199,7 +201,7 @@ def _best_split(
         time = launch_time(profile, costs, steps, pieces * tiles, most, memory, NUMBERS)
         if time + reduction_us > ROUNDING * best:
             continue
-        time += float(reduction.time(np.array([pieces * rows]))[0])
+        time += reduction.time_of(pieces * rows)
         if time < best or (time == best and best_limit):
             best, best_limit = time, limit
     return best, best_limit

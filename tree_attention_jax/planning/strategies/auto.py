@@ -42,7 +42,15 @@ from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.reduction import reduction_of
 from tree_attention_jax.planning.strategies._common import make_tiling
-from tree_attention_jax.planning.strategies._launches import Blocks, Launches, blocks_of, price, spread, starts
+from tree_attention_jax.planning.strategies._launches import (
+    ONE_BY_ONE,
+    Blocks,
+    Launches,
+    blocks_of,
+    price,
+    spread,
+    starts,
+)
 from tree_attention_jax.planning.strategies._levels import Levels, Tiles
 from tree_attention_jax.planning.strategies._one_segment import one_segment
 from tree_attention_jax.planning.strategies._regular import RegularOptima, RegularTable
@@ -359,7 +367,8 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     blocks = blocks_of(first, of_tile, tokens, (row1 - row0).astype(np.float64))
     alone /= in_all
     launches = Launches(plans.launch, masked / in_all, alone, plans.memory, plans.partials)
-    times, limits = price(problem, shapes, launches, blocks, gains=plans.gains)
+    gains = plans.gains and num_launches > ONE_BY_ONE
+    times, limits = price(problem, shapes, launches, blocks, gains=gains)
     time = np.bincount(plans.whose, times, len(plans.reduction)) + plans.reduction
 
     winner, low, high = plans.ranks[0], 0, num_launches
