@@ -62,7 +62,6 @@ class Reduction(NamedTuple):
             us += np.maximum(np.ceil(partials / merged) - 1, 0) * self.round_us
         return us
 
-
     def time_of(self, partials: float) -> float:
         """The same of a number, some of them."""
         merged = self.num_rows * (FEW_PARTIALS if self.num_rows > FEW_QUERIES else MANY_PARTIALS)

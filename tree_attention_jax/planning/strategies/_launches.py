@@ -20,6 +20,9 @@ from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.reduction import reduction_of
 
 MIN_TOKENS = 64
+# Plain items run apart from masked ones where that gains so many times as much as their launch costs: if it gained
+# little, a growing tree would meet both kinds of plan all the time.
+SPLIT = 2.0
 # A launch whose longest item takes no more than this share of it is not worth splitting.
 SHORT_TAIL = 0.2
 # Of more launches at once, one or the other gains by splitting nearly always; so do those that write partials anyhow.
@@ -68,6 +71,20 @@ class Launches(NamedTuple):
     one_sided: np.ndarray  # ... and of one half of a tile alone
     memory: np.ndarray  # time to read the launch's K/V once, with these tiles
     partials: np.ndarray | None  # that all rows of its plan write if nothing is split, one each or none; None: none
+
+
+def launch_keys(
+    problem: Problem, shapes: ShapeTable, key: np.ndarray, can_mask: np.ndarray, shape: np.ndarray, walked: np.ndarray
+) -> np.ndarray:
+    """``key`` + can_mask: masked and plain items run as launches of their own, as a mask costs registers and time.
+
+    Unless that is not much more than the launch of the plain ones would cost.
+    """
+    has_masked = np.bincount(key, can_mask) > 0
+    costs_us = shapes.mask_us.take(shape) * walked
+    costs_us *= ~can_mask
+    cheap = np.bincount(key, costs_us) < SPLIT * problem.profile.launch_us
+    return key + (can_mask | (has_masked & cheap).take(key))
 
 
 def price(

@@ -30,14 +30,12 @@ and priced again, and the cheapest wins.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import any_of, ragged_places, starts_of
+from tree_attention_jax._arrays import all_of, any_of, ragged_places, starts_of
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.reduction import reduction_of
@@ -47,20 +45,19 @@ from tree_attention_jax.planning.strategies._launches import (
     Blocks,
     Launches,
     blocks_of,
+    launch_keys,
     price,
     spread,
     starts,
 )
 from tree_attention_jax.planning.strategies._levels import Levels, Tiles
 from tree_attention_jax.planning.strategies._one_segment import one_segment
-from tree_attention_jax.planning.strategies._regular import RegularOptima, RegularTable
-from tree_attention_jax.planning.strategies._segmentation import Optima, options_of
+from tree_attention_jax.planning.strategies._regular import programme
 from tree_attention_jax.planning.strategies._segments import (
     NodeTokens,
     SegmentTable,
     masked_tokens,
     one_sided,
-    segment_times,
 )
 from tree_attention_jax.planning.tiling import Tiling
 
@@ -70,9 +67,6 @@ NO_HOPE = 1.2
 FINALISTS = ((512, 5), (20_000, 4))
 # Joined segments are long: the short steps that nodes of 16 tokens want gain nothing, but would be one more program.
 SHORTEST_STEP = 32
-# Plain items run apart from masked ones where that gains so many times as much as their launch costs: if it gained
-# little, a growing tree would meet both kinds of plan all the time.
-SPLIT = 2.0
 # The model misses launches by about so much. In small trees the usual narrow shape wins if it is as near as that to the
 # best: else a growing tree would meet all shapes that are good for it in turn, each of them a program to compile. With
 # a single KV head it meets few of them anyway.
@@ -158,7 +152,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         table, time, place = whole
         best = where_cheap = np.array([place])
     else:
-        table, time, optima_of = _programme(problem, shapes, levels, nodes)
+        table, time, optima_of = programme(problem, shapes, levels, nodes)
         lists = np.minimum.reduce(time)[None]
         if small:
             lists = np.concatenate([lists, time])
@@ -196,19 +190,6 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
     return table, _Candidates(owner, first, others, twin, whole is not None, len(used) > 1)
 
 
-def _programme(
-    problem: Problem, shapes: ShapeTable, levels: Levels, nodes: NodeTokens
-) -> tuple[SegmentTable, np.ndarray, Callable[[np.ndarray, list[float]], Optima | RegularOptima]]:
-    """All segments, their times, and what finds the best of them by lists of times with prices of partials."""
-    regular = RegularTable.of(levels, nodes)
-    if regular is not None:
-        time = segment_times(problem, shapes, regular.kinds).repeat(regular.counts, axis=1)
-        return regular.table, time, functools.partial(RegularOptima, problem, regular)
-    table = SegmentTable.of(levels, nodes)
-    time = segment_times(problem, shapes, table)
-    return table, time, lambda times, prices: Optima(table, options_of(problem, table, times, prices))
-
-
 def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candidates: _Candidates) -> _Finalists:
     """Those with the least time as a whole, by the estimate: launches with their tails, partials and the reduction."""
     profile, num_rows = problem.profile, problem.layout.num_rows
@@ -237,11 +218,12 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         reduction = reduction_of(problem).time(written)
         other = np.bincount(owner, other) > 0
         num_kinds = 2 * len(shapes.tiles)
-        key = _launch_keys(problem, shapes, owner * num_kinds + launch, can_mask, shape, walked)
-        order = np.argsort(key, kind="stable")
-        segments, tiles, walked, rows, masked, alone, key, total = (
-            column.take(order) for column in (segments, tiles, walked, rows, masked, alone, key, total)
-        )
+        key = launch_keys(problem, shapes, owner * num_kinds + launch, can_mask, shape, walked)
+        if not all_of(key[1:] >= key[:-1]):
+            order = key.argsort(kind="stable")
+            segments, tiles, walked, rows, masked, alone, key, total = [
+                column.take(order) for column in (segments, tiles, walked, rows, masked, alone, key, total)
+            ]
         first = starts(key)
         whose, launch = np.divmod(key.take(first), num_kinds)
         place, total = spread(first, len(key)), np.add.reduceat(total, first)
@@ -302,20 +284,6 @@ def _comparable(time: np.ndarray, handicaps: list[tuple[float, float]]) -> list[
 def _is_tiny(problem: Problem) -> bool:
     slots = problem.tree.num_nodes * problem.unit  # beside those of the tokens
     return slots <= FEW_SLOTS and slots + int(np.add.reduce(problem.tree.kv_len)) <= FEW_SLOTS
-
-
-def _launch_keys(
-    problem: Problem, shapes: ShapeTable, key: np.ndarray, can_mask: np.ndarray, shape: np.ndarray, walked: np.ndarray
-) -> np.ndarray:
-    """``key`` + can_mask: masked and plain items run as launches of their own, as a mask costs registers and time.
-
-    Unless that is not much more than the launch of the plain ones would cost.
-    """
-    has_masked = np.bincount(key, can_mask) > 0
-    costs_us = shapes.mask_us.take(shape) * walked
-    costs_us *= ~can_mask
-    cheap = np.bincount(key, costs_us) < SPLIT * problem.profile.launch_us
-    return key + (can_mask | (has_masked & cheap).take(key))
 
 
 def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Finalists) -> tuple[Tiling, float, float]:
