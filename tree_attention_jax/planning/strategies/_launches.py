@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -159,42 +159,43 @@ def _whole(
 
     ``load``: steps and items of each launch, tokens of its longest item, tiles as long as that, and rows of these.
     """
-    profile, reduction = problem.profile, reduction_of(problem)
     columns = (launches.launch, launches.masked, launches.one_sided, launches.memory, *load)
-    times, limits, best, seen = [], [], np.inf, {}
+    best, few, priced = np.inf, len(launches.launch) <= ONE_BY_ONE, []
+    seen: dict[tuple[float, ...], tuple[float, int]] = {}  # a candidate may be there twice
     for numbers in zip(*[c.tolist() for c in columns]):
-        if numbers in seen:  # a candidate may be there twice
-            time, limit = seen[numbers]
-            times.append(time)
-            limits.append(limit)
-            continue
-        launch, masked, one_sided, memory, steps, items, longest, tiles, rows = numbers
-        costs, limit = shapes.launch(launch, masked, one_sided), 0
-        time = least_time(profile, costs, steps, items, memory)
-        if time > hopeless * ROUNDING * best:
-            time = np.inf
-        else:
-            most = math.ceil(longest / costs.block_kv)
-            time = launch_time(profile, costs, steps, items, most, memory, NUMBERS)
-            best = min(best, time)
-            if most * costs.latency_us > SHORT_TAIL * time:
-                # With the longest tiles in p >= 2 pieces there are more items; each piece writes partials, which one
-                # more launch merges; and it takes a p-th of the time: x / p + p * y is 2 * sqrt(x * y) at least.
-                partials = rows * reduction.partial_us
-                split = least_time(profile, costs, steps, items + tiles, memory) + 2 * partials
-                tail_us = longest / costs.block_kv * costs.latency_us
-                split = max(split, profile.launch_us + 2 * math.sqrt(tail_us * partials))
-                split += reduction.fixed_us
-                if split <= ROUNDING * min(time, hopeless * best):
-                    if tiles < items or (split < (1 - LITTLE) * time and len(launches.launch) > ONE_BY_ONE):
-                        return None
-                    at_once = int(shapes.at_once[launch >> 1])
-                    time, limit = _best_split(problem, costs, at_once, (steps, items, longest, rows, memory), time)
-                    best = min(best, time)
-        seen[numbers] = time, limit
-        times.append(time)
-        limits.append(limit)
-    return times, limits
+        if numbers not in seen:
+            found = _alone(problem, shapes, numbers, hopeless * best, few)
+            if found is None:
+                return None
+            seen[numbers], best = found, min(best, found[0])
+        priced.append(seen[numbers])
+    return [time for time, _ in priced], [limit for _, limit in priced]
+
+
+def _alone(
+    problem: Problem, shapes: ShapeTable, numbers: tuple[Any, ...], hopeless_us: float, few: bool
+) -> tuple[float, int] | None:
+    """Time and limit of a launch, infinite if hopeless; None if it may well gain by a split, and not ``few`` do."""
+    launch, masked, one_sided, memory, steps, items, longest, tiles, rows = numbers
+    profile, reduction, costs = problem.profile, reduction_of(problem), shapes.launch(launch, masked, one_sided)
+    if least_time(profile, costs, steps, items, memory) > ROUNDING * hopeless_us:
+        return np.inf, 0
+    most = math.ceil(longest / costs.block_kv)
+    time = launch_time(profile, costs, steps, items, most, memory, NUMBERS)
+    if most * costs.latency_us <= SHORT_TAIL * time:
+        return time, 0
+    # With the longest tiles in p >= 2 pieces there are more items; each piece writes partials, which one more launch
+    # merges; and it takes a p-th of the time: x / p + p * y is 2 * sqrt(x * y) at least.
+    partials = rows * reduction.partial_us
+    split = least_time(profile, costs, steps, items + tiles, memory) + 2 * partials
+    split = max(split, profile.launch_us + 2 * math.sqrt(longest / costs.block_kv * costs.latency_us * partials))
+    split += reduction.fixed_us
+    if split > ROUNDING * min(time, hopeless_us):
+        return time, 0
+    if tiles < items or not (few or split >= (1 - LITTLE) * time):
+        return None
+    at_once = int(shapes.at_once[launch >> 1])
+    return _best_split(problem, costs, at_once, (steps, items, longest, rows, memory), time)
 
 
 def _best_split(

@@ -91,32 +91,32 @@ class RegularTable(NamedTuple):
         differs = levels.children[1:] != levels.children[:-1]
         differs |= levels.rows[1:] != levels.rows[:-1]
         differs |= levels.tokens[1:] != levels.tokens[:-1]
-        for first in begin[1:-1]:
-            differs[first - 1] = False
+        for node in begin[1:-1]:
+            differs[node - 1] = False
         if any_of(differs):
             return None
         level, span, end, first_below, alone, final, _ = _Kinds.of(depth, levels.spans)
-        node = np.array(begin[:-1])  # one of each level
-        num_nodes = [end - first for first, end in itertools.pairwise(begin)]
+        one = np.array(begin[:-1])  # node of each level
+        num_nodes = [after - before for before, after in itertools.pairwise(begin)]
         of_levels = np.array(num_nodes)
         counts = of_levels.take(level)
 
         # Sums over a node and what is down to so many levels below it: its share of the sums over these levels.
         upto = np.zeros((2, depth + 1))
-        upto[0, 1:], upto[1, 1:] = nodes.tokens.take(node), nodes.extra.take(node)
+        upto[0, 1:], upto[1, 1:] = nodes.tokens.take(one), nodes.extra.take(one)
         upto[:, 1:] *= of_levels
         np.add.accumulate(upto, axis=1, out=upto)
         sums = upto.take(end, axis=1)
         sums -= upto.take(level, axis=1)
         sums /= counts
         exact = np.empty((4, len(level)), np.float32)
-        rows = levels.rows.take(node).take(level)
+        rows = levels.rows.take(one).take(level)
         exact[0], exact[1:3] = rows, sums
         exact[1:3, first_below:] -= exact[1:3].take(alone, axis=1)
         # The node that all rows of the segment see whole; the virtual root stands for none.
         children = [nth if num_nodes[nth] == num_nodes[nth - 1] else 0 for nth in range(1, depth)]
-        whole = node.take(level)
-        top, whole[first_below:] = whole.copy(), node.take(children).take(level[first_below:])
+        whole = one.take(level)
+        top, whole[first_below:] = whole.copy(), one.take(children).take(level[first_below:])
         exact[3] = levels.tokens.take(whole)
         rows[final] = 0
         kinds = SegmentTable(
