@@ -148,12 +148,11 @@ def _partials(problem: Problem, items: Items):
     num_rows = problem.layout.num_rows
     if int(np.add.reduce(items.num_rows)) == num_rows:  # each row has an item, as it sees its own token: none has two
         return -1, 0, np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
-    counts = items.num_rows.astype(np.intp)
-    first = items.row_begin.astype(np.intp)
+    counts, first = items.num_rows.astype(np.intp), items.row_begin.astype(np.intp)
     last = first + counts
     change = np.bincount(first, minlength=num_rows + 1)
     change -= np.bincount(last, minlength=num_rows + 1)
-    crowded = exclusive_cumsum(np.add.accumulate(change)[:num_rows] > 1)
+    crowded = starts_of(np.add.accumulate(change)[:num_rows] > 1)
     shared = crowded.take(last) > crowded.take(first)
     counts *= shared
     offset = starts_of(counts)

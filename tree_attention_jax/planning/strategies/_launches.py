@@ -17,7 +17,7 @@ import numpy as np
 from tree_attention_jax._arrays import any_of
 from tree_attention_jax.planning.cost import NUMBERS, LaunchCosts, ShapeTable, launch_time, least_time
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.reduction import reduction_of
+from tree_attention_jax.planning.reduction import Reduction, reduction_of
 
 MIN_TOKENS = 64
 # Plain items run apart from masked ones where that gains so many times as much as their launch costs: if it gained
@@ -160,11 +160,11 @@ def _whole(
     ``load``: steps and items of each launch, tokens of its longest item, tiles as long as that, and rows of these.
     """
     columns = (launches.launch, launches.masked, launches.one_sided, launches.memory, *load)
-    best, few, priced = np.inf, len(launches.launch) <= ONE_BY_ONE, []
+    reduction, best, few, priced = reduction_of(problem), np.inf, len(launches.launch) <= ONE_BY_ONE, []
     seen: dict[tuple[float, ...], tuple[float, int]] = {}  # a candidate may be there twice
     for numbers in zip(*[c.tolist() for c in columns]):
         if numbers not in seen:
-            found = _alone(problem, shapes, numbers, hopeless * best, few)
+            found = _alone(problem, reduction, shapes, numbers, hopeless * best, few)
             if found is None:
                 return None
             seen[numbers], best = found, min(best, found[0])
@@ -173,11 +173,16 @@ def _whole(
 
 
 def _alone(
-    problem: Problem, shapes: ShapeTable, numbers: tuple[Any, ...], hopeless_us: float, few: bool
+    problem: Problem,
+    reduction: Reduction,
+    shapes: ShapeTable,
+    numbers: tuple[Any, ...],
+    hopeless_us: float,
+    few: bool,
 ) -> tuple[float, int] | None:
     """Time and limit of a launch, infinite if hopeless; None if it may well gain by a split, and not ``few`` do."""
     launch, masked, one_sided, memory, steps, items, longest, tiles, rows = numbers
-    profile, reduction, costs = problem.profile, reduction_of(problem), shapes.launch(launch, masked, one_sided)
+    profile, costs = problem.profile, shapes.launch(launch, masked, one_sided)
     if least_time(profile, costs, steps, items, memory) > ROUNDING * hopeless_us:
         return np.inf, 0
     most = math.ceil(longest / costs.block_kv)
@@ -195,17 +200,22 @@ def _alone(
     if tiles < items or not (few or split >= (1 - LITTLE) * time):
         return None
     at_once = int(shapes.at_once[launch >> 1])
-    return _best_split(problem, costs, at_once, (steps, items, longest, rows, memory), time)
+    return _best_split(problem, reduction, costs, at_once, (steps, items, longest, rows, memory), time)
 
 
 def _best_split(
-    problem: Problem, costs: LaunchCosts, at_once: int, load: tuple[float, ...], whole_us: float
+    problem: Problem,
+    reduction: Reduction,
+    costs: LaunchCosts,
+    at_once: int,
+    load: tuple[float, ...],
+    whole_us: float,
 ) -> tuple[float, int]:
     """The least time of a launch of equal tiles, and the limit that it takes, if it takes so long without one.
 
     ``load``: steps, tiles, tokens of each tile, rows of all, and time to read the K/V.
     """
-    profile, reduction, (steps, tiles, tokens, rows, memory) = problem.profile, reduction_of(problem), load
+    profile, (steps, tiles, tokens, rows, memory) = problem.profile, load
     best, best_limit = whole_us, 0
     _, limits = _lengths(max(int(tokens) - 1, 0).bit_length())
     for limit in reversed(limits.tolist()):

@@ -244,7 +244,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
             handicaps[0] = MIXED
     time = _comparable((times if single else np.bincount(whose, times)) + reduction, handicaps)
 
-    most = next((count for rows_at_most, count in FINALISTS if num_rows <= rows_at_most), 1)
+    most = max([count for rows_at_most, count in FINALISTS if num_rows <= rows_at_most], default=1)
     best = sorted(range(len(time)), key=time.__getitem__)[:most]
     ranks = [which for which in best if time[which] <= NO_HOPE * time[best[0]]]
     if candidates.twin in ranks and 0 in ranks and candidates.twin:
