@@ -183,7 +183,7 @@ def _alone(
     """Time and limit of a launch, infinite if hopeless; None if it may well gain by a split, and not ``few`` do."""
     launch, masked, one_sided, memory, steps, items, longest, tiles, rows = numbers
     profile, costs = problem.profile, shapes.launch(launch, masked, one_sided)
-    if least_time(profile, costs, steps, items, memory) > ROUNDING * hopeless_us:
+    if hopeless_us < np.inf and least_time(profile, costs, steps, items, memory) > ROUNDING * hopeless_us:
         return np.inf, 0
     most = math.ceil(longest / costs.block_kv)
     time = launch_time(profile, costs, steps, items, most, memory, NUMBERS)

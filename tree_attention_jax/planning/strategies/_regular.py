@@ -155,18 +155,17 @@ class RegularOptima:
         cost = costs_of(problem, regular.kinds.partial_rows, times, prices)
         self._first, self._count = regular.first, cost.shape[1]
         self._places = _Kinds.of(levels.depth, levels.spans).places
-        # Of a node of each level, the least cost of all below it; of one of the level at hand, with its own tokens.
-        below_it, from_it = np.zeros((levels.depth, self._count)), cost[0]
+        # Of all nodes of each level, the least cost of all below them; of those below, with their own tokens.
+        below_all, from_all = np.zeros((levels.depth, self._count)), cost[0] * num_nodes[-1]
         self._spans: list[list[list[int]]] = []  # of each level: levels below the best segment from it, and below it
         for level in reversed(range(levels.depth - 1)):
-            options = cost.take(self._places[level], axis=0)  # [2, spans, C]
-            end = level + options.shape[1]
-            times_each = [[nodes // num_nodes[level]] for nodes in num_nodes[level + 1 : end]]
-            options[:, 1:] += below_it[level + 1 : end] * times_each
-            np.multiply(from_it, times_each[0], out=options[BELOW, 0])  # children begin segments of their own
-            below = np.minimum.reduce(options[BELOW], out=below_it[level])
-            options[FROM, 0] += below
-            from_it = np.minimum.reduce(options[FROM])
+            options, nodes = cost.take(self._places[level], axis=0), num_nodes[level]  # [2, spans, C] of each node
+            options[:, 1:] += below_all[level + 1 : level + options.shape[1]] / nodes
+            np.divide(from_all, nodes, out=options[BELOW, 0])  # all children begin segments of their own
+            below_it = np.minimum.reduce(options[BELOW])
+            options[FROM, 0] += below_it
+            from_all = np.minimum.reduce(options[FROM]) * nodes
+            np.multiply(below_it, nodes, out=below_all[level])
             self._spans.insert(0, options.argmin(axis=1).tolist())
 
     def __getitem__(self, which: int) -> np.ndarray:
