@@ -3,7 +3,7 @@
 An item that outlasts all others leaves the GPU idle, so it is split, at the price of more partials. Flash-Decoding
 splits by a fixed count and FastTree by thresholds on the number of programs. Here each candidate length is priced: work
 over all SMs, the longest item's latency, and the partials that the pieces write. Many launches are priced at once.
-Often a bound shows that none of a few launches gains by it.
+Often a bound shows that none of a few launches gains by it, or that few lengths may be the best.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SHORT_TAIL = 0.2
 FEW = 16
 # Of more tiles it is worth to leave out those that are never split.
 MANY_TILES = 64
-# So few take less time one by one, at each length.
-ONE_BY_ONE = 2
+# So few take less time one by one, each that gains by a split at each length: if all are likely to gain, and if not.
+ALL_GAIN, SOME_GAIN = 2, 4
 # Of more launches, one that could gain no more than this share by a split is looked at by itself: it hardly ever does.
 LITTLE = 0.05
 # What is larger by less than this may be as large.
@@ -160,7 +160,7 @@ def _whole(
     ``load``: steps and items of each launch, tokens of its longest item, tiles as long as that, and rows of these.
     """
     columns = (launches.launch, launches.masked, launches.one_sided, launches.memory, *load)
-    reduction, best, few, priced = reduction_of(problem), np.inf, len(launches.launch) <= ONE_BY_ONE, []
+    reduction, best, few, priced = reduction_of(problem), np.inf, len(launches.launch) <= SOME_GAIN, []
     seen: dict[tuple[float, ...], tuple[float, int]] = {}  # a candidate may be there twice
     for numbers in zip(*[c.tolist() for c in columns]):
         if numbers not in seen:

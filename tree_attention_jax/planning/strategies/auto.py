@@ -41,7 +41,7 @@ from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.reduction import reduction_of
 from tree_attention_jax.planning.strategies._common import make_tiling
 from tree_attention_jax.planning.strategies._launches import (
-    ONE_BY_ONE,
+    ALL_GAIN,
     Blocks,
     Launches,
     blocks_of,
@@ -335,7 +335,7 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     blocks = blocks_of(first, of_tile, tokens, (row1 - row0).astype(np.float64))
     alone /= in_all
     launches = Launches(plans.launch, masked / in_all, alone, plans.memory, plans.partials)
-    gains = plans.gains and num_launches > ONE_BY_ONE
+    gains = plans.gains and num_launches > ALL_GAIN
     times, limits = price(problem, shapes, launches, blocks, gains=gains)
     time = np.bincount(plans.whose, times, len(plans.reduction)) + plans.reduction
 
