@@ -86,6 +86,11 @@ def any_of(mask: np.ndarray) -> bool:
     return len(mask) > 0 and bool(mask[mask.argmax()])
 
 
+def largest(values: np.ndarray) -> Any:
+    """The largest number of an array, none of them negative; 0 if there are none. As :func:`all_of` in less time."""
+    return values.item(values.argmax()) if values.size else 0
+
+
 def ceil_div(a: Any, b: Any) -> Any:
     """Of integers, ``b`` positive."""
     return (a + (b - 1)) // b

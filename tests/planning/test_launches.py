@@ -9,7 +9,7 @@ from tree_attention_jax.planning.plan import make_problem
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.profile import load_profiles
 from tree_attention_jax.planning.strategies import _launches
-from tree_attention_jax.planning.strategies._launches import Blocks, Launches, blocks_of, price
+from tree_attention_jax.planning.strategies._launches import SOME_GAIN, Blocks, Launches, blocks_of, price
 from tree_attention_jax.planning.strategies.auto import SHORTEST_STEP
 
 
@@ -53,6 +53,29 @@ def test_bounds_change_nothing_that_counts(monkeypatch, gpu: str, heads: tuple[i
         np.testing.assert_array_equal(limits[counts], all_limits[counts])
         assert (times[~counts] > enough).all()
     assert 10 < sum(times is not None for times in found) < 190
+
+
+@pytest.mark.parametrize("gpu", load_profiles())
+@pytest.mark.parametrize("heads", [(16, 1), (32, 8), (32, 32)], ids=str)
+def test_a_few_launches_one_by_one(monkeypatch, gpu: str, heads: tuple[int, int]):
+    rng = np.random.default_rng(heads)
+    problem = make_problem(ta.TokenTree([-1], [64]), 16, *heads, gpu=gpu)
+    shapes, splits, best_split = shapes_for(problem, SHORTEST_STEP), [], _launches._best_split
+    monkeypatch.setattr(
+        _launches, "_best_split", lambda *arguments: splits.append(best_split(*arguments)) or splits[-1]
+    )
+    for _ in range(400):
+        launches, blocks = random_launches(rng, problem, shapes)
+        count = len(launches.launch)
+        if count <= SOME_GAIN and len(blocks.tokens) == count:
+            # Of few tiles, and little to read: a long one is worth a split.
+            blocks = blocks._replace(tiles=rng.integers(1, 9, count).astype(float))
+            launches = launches._replace(memory=launches.memory / 100)
+            for numbers, others in zip(
+                price(problem, shapes, launches, blocks), price(problem, shapes, launches, blocks, gains=True)
+            ):
+                np.testing.assert_array_equal(numbers, others)
+    assert sum(limit > 0 for _, limit in splits) > 5
 
 
 @pytest.mark.parametrize("gains", [False, True])

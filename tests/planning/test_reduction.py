@@ -63,3 +63,10 @@ def test_it_grows_with_every_partial():
 def test_no_numbers_take_no_time():
     reduction, _ = reduction_for(10)
     assert reduction.time(np.zeros((0, 3))).shape == (0, 3)
+
+
+@pytest.mark.parametrize("queries", [1, FEW_QUERIES, FEW_QUERIES + 1, 3000])
+def test_numbers_cost_what_arrays_do(queries: int):
+    reduction, _ = reduction_for(queries)
+    partials = np.unique(np.geomspace(1, 1e7, 200).astype(int)).astype(float)
+    assert [reduction.time_of(number) for number in partials.tolist()] == reduction.time(partials).tolist()

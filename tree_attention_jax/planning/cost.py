@@ -19,6 +19,7 @@ import numpy as np
 
 from pallas_kernels.layout import TileClass
 from pallas_kernels.mosaic_geometry import SMALLEST_COPY
+from tree_attention_jax._arrays import largest
 from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import GpuProfile, TileCost
 from tree_attention_jax.planning.tiles import fitted, loaded_at_once, resident_programs, suits_mosaic
@@ -358,7 +359,7 @@ def launch_time(profile: GpuProfile, costs: LaunchCosts, steps, items, longest, 
     latency = maximum(longest * costs.latency_us + costs.ends_us, wave * waves)
     busy = maximum(work, memory)
     busy += minimum(OVERLAP * minimum(work, memory), MAX_EXPOSED_US)
-    if (waves if ops is NUMBERS else np.maximum.reduce(waves, axis=None)) > 1:
+    if (waves if ops is NUMBERS else largest(waves)) > 1:
         last = (fill - waves + 1.0) / fill  # its share of the programs
         waits = (waves > 1.0) & (fill < waves - 1e-9)
         busy = busy + LAST_WAVE * maximum(wave - busy * last, 0.0) * waits
@@ -370,4 +371,5 @@ def least_time(profile: GpuProfile, costs: LaunchCosts, steps: float, items: flo
     """No more than :func:`launch_time`, whatever the longest item is, and of as many items or more; of numbers."""
     work = items * costs.item_work_us + steps * (costs.step_us * costs.programs)
     busy = max(work, memory) + min(OVERLAP * min(work, memory), MAX_EXPOSED_US)
-    return profile.launch_us + max(busy, steps * costs.step_bytes / profile.l2_bytes_per_us)
+    waves = (steps * costs.latency_us + items * costs.ends_us) * (costs.programs / costs.resident)
+    return profile.launch_us + max(busy, waves, steps * costs.step_bytes / profile.l2_bytes_per_us)

@@ -146,8 +146,10 @@ def _repeats(pieces: Pieces, count: np.ndarray, indptr: np.ndarray) -> np.ndarra
         differs |= begin[each:] != begin[:-each]
         differs |= end[each:] != end[:-each]
         differs |= reserve[each:]
+        if each > 1:
+            differs = np.logical_or.reduce(differs.reshape(-1, each), axis=1)
         same = np.zeros(num_tiles, bool)
-        np.logical_not(np.logical_or.reduce(differs.reshape(-1, each), axis=1), out=same[1:])
+        np.logical_not(differs, out=same[1:])
         return same if any_of(same) else None
     same = count > 0
     same[0] = False

@@ -60,7 +60,7 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         enough = buckets.level_for(buffer=end)
         if enough <= level:
             break
-        level += 1
+        level = enough  # at the levels between, the buffer would need at least as much
     row_capacity, size = capacity.queries, capacity.buffer
     assert row_capacity is not None
     assert size is not None
@@ -87,8 +87,10 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         buffer[lo.NUM_GROWING] = len(growing)
         buffer[growing_at:grow_lists_at] = growing.ravel()
         buffer[grow_lists_at:end] = grow_lists
-    partial_rows = capacity.partials if num_partials else 0
-    assert partial_rows is not None
+    partial_rows, with_partials = 0, 0
+    if num_partials:
+        assert capacity.partials is not None
+        partial_rows, with_partials = capacity.partials, int(np.count_nonzero(reduce_ptr[1:] > reduce_ptr[:-1]))
     shape = lo.WorkShape(
         num_q_heads=problem.heads.num_q_heads,
         num_kv_heads=problem.heads.num_kv_heads,
@@ -101,7 +103,7 @@ def pack(problem: Problem, items: Items, buckets: Buckets) -> Packed:
         positions_at=places.positions,
         slots_at=places.slots,
         reduce_at=places.reduce,
-        reduce_block=reduce_block(problem.layout.num_rows, num_partials, int(np.count_nonzero(np.diff(reduce_ptr)))),
+        reduce_block=reduce_block(num_rows, num_partials, with_partials),
         partial_rows=partial_rows,
         buffer_size=size,
     )
@@ -146,12 +148,11 @@ def _partials(problem: Problem, items: Items):
     num_rows = problem.layout.num_rows
     if int(np.add.reduce(items.num_rows)) == num_rows:  # each row has an item, as it sees its own token: none has two
         return -1, 0, np.zeros(num_rows + 1, np.int32), np.zeros(0, np.int32)
-    counts = items.num_rows.astype(np.intp)
-    first = items.row_begin.astype(np.intp)
+    counts, first = items.num_rows.astype(np.intp), items.row_begin.astype(np.intp)
     last = first + counts
     change = np.bincount(first, minlength=num_rows + 1)
     change -= np.bincount(last, minlength=num_rows + 1)
-    crowded = exclusive_cumsum(np.add.accumulate(change)[:num_rows] > 1)
+    crowded = starts_of(np.add.accumulate(change)[:num_rows] > 1)
     shared = crowded.take(last) > crowded.take(first)
     counts *= shared
     offset = starts_of(counts)

@@ -7,10 +7,12 @@ merges so many partials of a query at a time (``WorkShape.reduce_block``): each 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tree_attention_jax._arrays import largest
 from tree_attention_jax.planning.problem import Heads, Problem
 from tree_attention_jax.planning.profile import GpuProfile
 
@@ -50,7 +52,7 @@ class Reduction(NamedTuple):
         us = partials * self.partial_us
         us += self.fixed_us
         us *= partials > 0
-        most, few = np.maximum.reduce(partials, axis=None, initial=0), self.num_rows > FEW_QUERIES
+        most, few = largest(partials), self.num_rows > FEW_QUERIES
         if most > self.near:
             us += np.maximum(partials - self.near, 0) * self.far_us
         merged: Any = self.num_rows * (FEW_PARTIALS if few else MANY_PARTIALS)  # in a round
@@ -59,6 +61,15 @@ class Reduction(NamedTuple):
                 merged = np.where(partials > FEW_ON_AVERAGE * self.num_rows, self.num_rows * MANY_PARTIALS, merged)
             us += np.maximum(np.ceil(partials / merged) - 1, 0) * self.round_us
         return us
+
+    def time_of(self, partials: float) -> float:
+        """The same of a number, some of them."""
+        merged = self.num_rows * (FEW_PARTIALS if self.num_rows > FEW_QUERIES else MANY_PARTIALS)
+        if partials > FEW_ON_AVERAGE * self.num_rows:
+            merged = self.num_rows * MANY_PARTIALS
+        us = partials * self.partial_us + self.fixed_us
+        us += max(partials - self.near, 0) * self.far_us
+        return us + max(math.ceil(partials / merged) - 1, 0) * self.round_us
 
 
 def reduction_of(problem: Problem) -> Reduction:

@@ -3,29 +3,36 @@
 An item that outlasts all others leaves the GPU idle, so it is split, at the price of more partials. Flash-Decoding
 splits by a fixed count and FastTree by thresholds on the number of programs. Here each candidate length is priced: work
 over all SMs, the longest item's latency, and the partials that the pieces write. Many launches are priced at once.
-Often a bound shows that none of a few launches gains by it.
+Often a bound shows that none of a few launches gains by it, or that few lengths may be the best.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tree_attention_jax._arrays import any_of
 from tree_attention_jax.planning.cost import NUMBERS, LaunchCosts, ShapeTable, launch_time, least_time
 from tree_attention_jax.planning.problem import Problem
-from tree_attention_jax.planning.reduction import reduction_of
+from tree_attention_jax.planning.reduction import Reduction, reduction_of
 
 MIN_TOKENS = 64
+# Plain items run apart from masked ones where that gains so many times as much as their launch costs: if it gained
+# little, a growing tree would meet both kinds of plan all the time.
+SPLIT = 2.0
 # A launch whose longest item takes no more than this share of it is not worth splitting.
 SHORT_TAIL = 0.2
 # Of more launches at once, one or the other gains by splitting nearly always; so do those that write partials anyhow.
 FEW = 16
 # Of more tiles it is worth to leave out those that are never split.
 MANY_TILES = 64
+# So few take less time one by one, each that gains by a split at each length: if all are likely to gain, and if not.
+ALL_GAIN, SOME_GAIN = 2, 4
+# Of more launches, one that could gain no more than this share by a split is looked at by itself: it hardly ever does.
+LITTLE = 0.05
 # What is larger by less than this may be as large.
 ROUNDING = 1 + 1e-6
 
@@ -66,6 +73,20 @@ class Launches(NamedTuple):
     partials: np.ndarray | None  # that all rows of its plan write if nothing is split, one each or none; None: none
 
 
+def launch_keys(
+    problem: Problem, shapes: ShapeTable, key: np.ndarray, can_mask: np.ndarray, shape: np.ndarray, walked: np.ndarray
+) -> np.ndarray:
+    """``key`` + can_mask: masked and plain items run as launches of their own, as a mask costs registers and time.
+
+    Unless that is not much more than the launch of the plain ones would cost.
+    """
+    has_masked = np.bincount(key, can_mask) > 0
+    costs_us = shapes.mask_us.take(shape) * walked
+    costs_us *= ~can_mask
+    cheap = np.bincount(key, costs_us) < SPLIT * problem.profile.launch_us
+    return key + (can_mask | (has_masked & cheap).take(key))
+
+
 def price(
     problem: Problem,
     shapes: ShapeTable,
@@ -103,7 +124,7 @@ def price(
         load = steps, _items_of(blocks), longest, *_longest_tiles(blocks, longest)
         whole = _whole(problem, shapes, launches, load, hopeless)
         if whole is not None:
-            return np.array(whole), np.zeros(len(first), np.int32)
+            return np.array(whole[0]), np.array(whole[1], np.int32)
     bits = max(int(longest[longest.argmax()]) - 1, 0).bit_length()
     length, limits = _lengths(bits)
     items, written = _splits(blocks, length, None if partials is None else partials > 0)
@@ -123,44 +144,95 @@ def price(
     if partials is None:
         split += reduction.time(written[1:])
     else:
-        split += reduction.time(written[1:] + partials)
-        split -= reduction.time(partials)
+        written += partials
+        reduction_us = reduction.time(written)
+        split += reduction_us[1:]
+        split -= reduction_us[0]  # nothing is split there
     np.putmask(split, senseless[1:], np.inf)
     return np.minimum.reduce(time), limits.take(time.argmin(axis=0))
 
 
 def _whole(
     problem: Problem, shapes: ShapeTable, launches: Launches, load: tuple[np.ndarray, ...], hopeless: float
-) -> list[float] | None:
-    """Times of a few launches if items are not split; None if one that counts may gain by that.
+) -> tuple[list[float], list[int]] | None:
+    """Times and limits of a few launches if (nearly) none that counts gains by splitting items; None if one may.
 
     ``load``: steps and items of each launch, tokens of its longest item, tiles as long as that, and rows of these.
     """
-    profile, reduction = problem.profile, reduction_of(problem)
     columns = (launches.launch, launches.masked, launches.one_sided, launches.memory, *load)
-    times, best, may_gain = [], np.inf, np.inf
-    for launch, masked, one_sided, memory, steps, items, longest, tiles, rows in zip(*[c.tolist() for c in columns]):
-        costs = shapes.launch(launch, masked, one_sided)
-        if least_time(profile, costs, steps, items, memory) > hopeless * ROUNDING * best:
-            times.append(np.inf)
-            continue
-        longest /= costs.block_kv
-        time = launch_time(profile, costs, steps, items, math.ceil(longest), memory, NUMBERS)
-        times.append(time)
-        best = min(best, time)
-        if math.ceil(longest) * costs.latency_us <= SHORT_TAIL * time:
-            continue
-        # With the longest tiles in p >= 2 pieces there are more items; each piece writes partials, which one more
-        # launch merges; and it takes a p-th of the time: x / p + p * y is 2 * sqrt(x * y) at least.
-        partials = rows * reduction.partial_us
-        split = least_time(profile, costs, steps, items + tiles, memory) + 2 * partials
-        split = max(split, profile.launch_us + 2 * math.sqrt(longest * costs.latency_us * partials))
-        split += reduction.fixed_us
-        if split <= ROUNDING * time:
-            may_gain = min(may_gain, split)
-            if may_gain <= hopeless * ROUNDING * best:
+    reduction, best, few, priced = reduction_of(problem), np.inf, len(launches.launch) <= SOME_GAIN, []
+    seen: dict[tuple[float, ...], tuple[float, int]] = {}  # a candidate may be there twice
+    for numbers in zip(*[c.tolist() for c in columns]):
+        if numbers not in seen:
+            found = _alone(problem, reduction, shapes, numbers, hopeless * best, few)
+            if found is None:
                 return None
-    return times
+            seen[numbers], best = found, min(best, found[0])
+        priced.append(seen[numbers])
+    return [time for time, _ in priced], [limit for _, limit in priced]
+
+
+def _alone(
+    problem: Problem,
+    reduction: Reduction,
+    shapes: ShapeTable,
+    numbers: tuple[Any, ...],
+    hopeless_us: float,
+    few: bool,
+) -> tuple[float, int] | None:
+    """Time and limit of a launch, infinite if hopeless; None if it may well gain by a split, and not ``few`` do."""
+    launch, masked, one_sided, memory, steps, items, longest, tiles, rows = numbers
+    profile, costs = problem.profile, shapes.launch(launch, masked, one_sided)
+    if hopeless_us < np.inf and least_time(profile, costs, steps, items, memory) > ROUNDING * hopeless_us:
+        return np.inf, 0
+    most = math.ceil(longest / costs.block_kv)
+    time = launch_time(profile, costs, steps, items, most, memory, NUMBERS)
+    if most * costs.latency_us <= SHORT_TAIL * time:
+        return time, 0
+    # With the longest tiles in p >= 2 pieces there are more items; each piece writes partials, which one more launch
+    # merges; and it takes a p-th of the time: x / p + p * y is 2 * sqrt(x * y) at least.
+    partials = rows * reduction.partial_us
+    split = least_time(profile, costs, steps, items + tiles, memory) + 2 * partials
+    split = max(split, profile.launch_us + 2 * math.sqrt(longest / costs.block_kv * costs.latency_us * partials))
+    split += reduction.fixed_us
+    if split > ROUNDING * min(time, hopeless_us):
+        return time, 0
+    if tiles < items or not (few or split >= (1 - LITTLE) * time):
+        return None
+    at_once = int(shapes.at_once[launch >> 1])
+    return _best_split(problem, reduction, costs, at_once, (steps, items, longest, rows, memory), time)
+
+
+def _best_split(
+    problem: Problem,
+    reduction: Reduction,
+    costs: LaunchCosts,
+    at_once: int,
+    load: tuple[float, ...],
+    whole_us: float,
+) -> tuple[float, int]:
+    """The least time of a launch of equal tiles, and the limit that it takes, if it takes so long without one.
+
+    ``load``: steps, tiles, tokens of each tile, rows of all, and time to read the K/V.
+    """
+    profile, (steps, tiles, tokens, rows, memory) = problem.profile, load
+    best, best_limit = whole_us, 0
+    _, limits = _lengths(max(int(tokens) - 1, 0).bit_length())
+    for limit in reversed(limits.tolist()):
+        if limit >= tokens or limit < costs.block_kv or limit % at_once or limit == 0:
+            continue
+        pieces = math.ceil(tokens / limit)
+        reduction_us = reduction.fixed_us + pieces * rows * reduction.partial_us  # at least
+        if least_time(profile, costs, steps, pieces * tiles, memory) + reduction_us > ROUNDING * best:
+            break  # more pieces take longer still
+        most = math.ceil(limit / costs.block_kv)
+        time = launch_time(profile, costs, steps, pieces * tiles, most, memory, NUMBERS)
+        if time + reduction_us > ROUNDING * best:
+            continue
+        time += reduction.time_of(pieces * rows)
+        if time < best or (time == best and best_limit):
+            best, best_limit = time, limit
+    return best, best_limit
 
 
 def _items_of(blocks: Blocks) -> np.ndarray:
@@ -226,7 +298,7 @@ def _splits(blocks: Blocks, length: np.ndarray, reduced: np.ndarray | None) -> t
     np.divide(tokens, length, out=pieces)
     np.ceil(pieces, out=pieces)
     np.maximum(pieces, 1.0, out=pieces)
-    np.multiply(pieces if reduced is None else pieces - reduced.take(launch), pieces > 1, out=partials)
+    np.multiply(pieces if reduced is None else pieces - reduced.take(launch), pieces > 1.0, out=partials)
     partials *= rows if tiles is None else rows * tiles
     if tiles is not None:
         pieces *= tiles

@@ -26,13 +26,7 @@ def options_of(problem: Problem, table: SegmentTable, times: np.ndarray, prices:
         times: [lists, F] of each of them.
         prices: factors of that of partials. C is all lists with the first one, then with the next.
     """
-    num_lists = len(times)
-    cost = np.empty((times.shape[1], len(prices) * num_lists))
-    for nth, price in enumerate(prices):
-        each_us = price * problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
-        partials = (table.partial_rows * each_us)[:, None]
-        np.add(partials, times.T, out=cost[:, nth * num_lists : (nth + 1) * num_lists])
-    levels = table.levels
+    cost, levels = costs_of(problem, table.partial_rows, times, prices), table.levels
     depth, spans, inner, leaf, count = levels.depth, levels.spans, levels.inner, levels.leaf, cost.shape[1]
     all_options = table.by_node(cost)
     all_options[BELOW, 0] = 0
@@ -59,6 +53,17 @@ def options_of(problem: Problem, table: SegmentTable, times: np.ndarray, prices:
         alone = np.add(own_cost[first:last], below, out=options[FROM, 0])
         from_it[at] = np.minimum(longer, alone)
     return all_options
+
+
+def costs_of(problem: Problem, partial_rows: np.ndarray, times: np.ndarray, prices: list[float]) -> np.ndarray:
+    """[F, C]: times of segments with the partials that so many rows of each write; lists and prices as there."""
+    num_lists = len(times)
+    cost = np.empty((times.shape[1], len(prices) * num_lists))
+    for nth, price in enumerate(prices):
+        each_us = price * problem.heads.partial_bytes / problem.profile.partial_bytes_per_us
+        partials = (partial_rows * each_us)[:, None]
+        np.add(partials, times.T, out=cost[:, nth * num_lists : (nth + 1) * num_lists])
+    return cost
 
 
 class Optima:

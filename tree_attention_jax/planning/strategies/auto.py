@@ -35,21 +35,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tree_attention_jax._arrays import any_of, ragged_places, starts_of
+from tree_attention_jax._arrays import all_of, any_of, ragged_places, starts_of
 from tree_attention_jax.planning.cost import ShapeTable, shapes_for
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.reduction import reduction_of
 from tree_attention_jax.planning.strategies._common import make_tiling
-from tree_attention_jax.planning.strategies._launches import Blocks, Launches, blocks_of, price, spread, starts
+from tree_attention_jax.planning.strategies._launches import (
+    ALL_GAIN,
+    Blocks,
+    Launches,
+    blocks_of,
+    launch_keys,
+    price,
+    spread,
+    starts,
+)
 from tree_attention_jax.planning.strategies._levels import Levels, Tiles
 from tree_attention_jax.planning.strategies._one_segment import one_segment
-from tree_attention_jax.planning.strategies._segmentation import Optima, options_of
+from tree_attention_jax.planning.strategies._regular import programme
 from tree_attention_jax.planning.strategies._segments import (
     NodeTokens,
     SegmentTable,
     masked_tokens,
     one_sided,
-    segment_times,
 )
 from tree_attention_jax.planning.tiling import Tiling
 
@@ -59,9 +67,6 @@ NO_HOPE = 1.2
 FINALISTS = ((512, 5), (20_000, 4))
 # Joined segments are long: the short steps that nodes of 16 tokens want gain nothing, but would be one more program.
 SHORTEST_STEP = 32
-# Plain items run apart from masked ones where that gains so many times as much as their launch costs: if it gained
-# little, a growing tree would meet both kinds of plan all the time.
-SPLIT = 2.0
 # The model misses launches by about so much. In small trees the usual narrow shape wins if it is as near as that to the
 # best: else a growing tree would meet all shapes that are good for it in turn, each of them a program to compile. With
 # a single KV head it meets few of them anyway.
@@ -147,12 +152,11 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
         table, time, place = whole
         best = where_cheap = np.array([place])
     else:
-        table = SegmentTable.of(levels, nodes)
-        time = segment_times(problem, shapes, table)
+        table, time, optima_of = programme(problem, shapes, levels, nodes)
         lists = np.minimum.reduce(time)[None]
         if small:
             lists = np.concatenate([lists, time])
-        optima = Optima(table, options_of(problem, table, lists, prices))
+        optima = optima_of(lists, prices)
         best, where_cheap = optima[0], optima[len(lists) * (len(prices) - 1)]
     shape = time.take(best, axis=1).argmin(axis=0)
     used = sorted(set(shape.tolist()))
@@ -171,7 +175,7 @@ def _candidates(problem: Problem, shapes: ShapeTable, levels: Levels) -> tuple[S
             batches = [[pair] for pair in alone]
         for batch in filter(None, batches):
             of_shapes = time.take([index for _, index in batch], axis=0)
-            found += Optima(table, options_of(problem, table, of_shapes, [prices[batch[0][0]]]))
+            found += optima_of(of_shapes, [prices[batch[0][0]]])
     shape_of, twin = [index for _, index in alone], 0
     if levels.depth <= levels.spans:
         if len(best) == 1 and levels.depth > 2:
@@ -214,11 +218,12 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
         reduction = reduction_of(problem).time(written)
         other = np.bincount(owner, other) > 0
         num_kinds = 2 * len(shapes.tiles)
-        key = _launch_keys(problem, shapes, owner * num_kinds + launch, can_mask, shape, walked)
-        order = np.argsort(key, kind="stable")
-        segments, tiles, walked, rows, masked, alone, key, total = (
-            column.take(order) for column in (segments, tiles, walked, rows, masked, alone, key, total)
-        )
+        key = launch_keys(problem, shapes, owner * num_kinds + launch, can_mask, shape, walked)
+        if not all_of(key[1:] >= key[:-1]):
+            order = key.argsort(kind="stable")
+            segments, tiles, walked, rows, masked, alone, key, total = [
+                column.take(order) for column in (segments, tiles, walked, rows, masked, alone, key, total)
+            ]
         first = starts(key)
         whose, launch = np.divmod(key.take(first), num_kinds)
         place, total = spread(first, len(key)), np.add.reduceat(total, first)
@@ -239,7 +244,7 @@ def _finalists(problem: Problem, table: SegmentTable, shapes: ShapeTable, candid
             handicaps[0] = MIXED
     time = _comparable((times if single else np.bincount(whose, times)) + reduction, handicaps)
 
-    most = next((count for rows_at_most, count in FINALISTS if num_rows <= rows_at_most), 1)
+    most = max([count for rows_at_most, count in FINALISTS if num_rows <= rows_at_most], default=1)
     best = sorted(range(len(time)), key=time.__getitem__)[:most]
     ranks = [which for which in best if time[which] <= NO_HOPE * time[best[0]]]
     if candidates.twin in ranks and 0 in ranks and candidates.twin:
@@ -279,20 +284,6 @@ def _comparable(time: np.ndarray, handicaps: list[tuple[float, float]]) -> list[
 def _is_tiny(problem: Problem) -> bool:
     slots = problem.tree.num_nodes * problem.unit  # beside those of the tokens
     return slots <= FEW_SLOTS and slots + int(np.add.reduce(problem.tree.kv_len)) <= FEW_SLOTS
-
-
-def _launch_keys(
-    problem: Problem, shapes: ShapeTable, key: np.ndarray, can_mask: np.ndarray, shape: np.ndarray, walked: np.ndarray
-) -> np.ndarray:
-    """``key`` + can_mask: masked and plain items run as launches of their own, as a mask costs registers and time.
-
-    Unless that is not much more than the launch of the plain ones would cost.
-    """
-    has_masked = np.bincount(key, can_mask) > 0
-    costs_us = shapes.mask_us.take(shape) * walked
-    costs_us *= ~can_mask
-    cheap = np.bincount(key, costs_us) < SPLIT * problem.profile.launch_us
-    return key + (can_mask | (has_masked & cheap).take(key))
 
 
 def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Finalists) -> tuple[Tiling, float, float]:
@@ -344,7 +335,8 @@ def _emit(problem: Problem, table: SegmentTable, shapes: ShapeTable, plans: _Fin
     blocks = blocks_of(first, of_tile, tokens, (row1 - row0).astype(np.float64))
     alone /= in_all
     launches = Launches(plans.launch, masked / in_all, alone, plans.memory, plans.partials)
-    times, limits = price(problem, shapes, launches, blocks, gains=plans.gains)
+    gains = plans.gains and num_launches > ALL_GAIN
+    times, limits = price(problem, shapes, launches, blocks, gains=gains)
     time = np.bincount(plans.whose, times, len(plans.reduction)) + plans.reduction
 
     winner, low, high = plans.ranks[0], 0, num_launches
