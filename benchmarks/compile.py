@@ -5,8 +5,9 @@
 
 - ``graphs``: our calls in a jit over 32 layers, a scan and a while loop, with XLA's command buffers as they are by
   default, off, and also around single calls: launches and wall time.
-- ``tiles``: seconds to compile a kernel of each tile class, alone in a process with nothing compiled yet.
-- ``plans``: the same for the whole plan of each tree of FastTree's suite at 32/8 heads.
+- ``tiles``: seconds to compile a kernel of each tile class that the planner chooses from, alone in a process with
+  nothing compiled yet.
+- ``plans``: the same for whole plans of FastTree's suite at 32/8 heads; of those with equal launches, for one.
 - ``growth``: how many programs a decode needs whose leaves grow from 16 to 512 tokens.
 - ``gaps``: how long the GPU idles in a decode step of a whole model of 32 layers (random weights).
 """
@@ -28,7 +29,7 @@ import numpy as np
 
 import tree_attention_jax as ta
 from benchmarks import graphs, harness
-from benchmarks.calibrate import CANDIDATES, UNIT, one_tile_plan
+from benchmarks.calibrate import UNIT, one_tile_plan
 from benchmarks.kernels import RESULTS
 from benchmarks.suites import cells
 from tree_attention_jax.planning.tiles import tile_class
@@ -81,21 +82,27 @@ def _write(report: dict[str, Any], path: Path) -> None:
 def measure_tiles(tiny: bool) -> list[dict[str, Any]]:
     tree = ta.TokenTree([-1] + [0] * 64, [256] + [1] * 64, [0] + [1] * 64)
     found = []
-    for rows, block_kv, warps, stages in CANDIDATES[:1] if tiny else CANDIDATES:
+    chosen_from = ta.planning.profile_for(None).tiles
+    for cost in chosen_from[:1] if tiny else chosen_from:
         for masked in (False, True):
-            shape = tile_class(rows, block_kv, warps, stages, UNIT)
-            row = {"tile": f"{rows} x {block_kv}, {warps} warps, {stages} stages{', masked' if masked else ''}"}
+            shape = tile_class(cost.rows, cost.block_kv, cost.warps, cost.stages, UNIT, cost.mosaic)
+            kernel = "Mosaic" if cost.mosaic else f"{cost.warps} warps, {cost.stages} stages"
+            row = {"tile": f"{cost.rows} x {cost.block_kv}, {kernel}{', masked' if masked else ''}"}
             plan, _ = one_tile_plan(tree, (32, 8), shape, can_mask=masked, masked=masked)
             found.append(row | _first_call(tree, (32, 8), plan))
     return found
 
 
 def measure_plans(tiny: bool) -> list[dict[str, Any]]:
-    found = []
+    found, seen = [], set()
     for cell in cells("fasttree"):
         if cell.heads == (32, 8):
             tree = ta.TokenTree.from_levels([1, 4], [32, 8]) if tiny else cell.tree()
             plan = ta.plan_tree(tree, num_q_heads=32, num_kv_heads=8)
+            launches = *(launch.tile.name() for launch in plan.shape.launches), plan.shape.partial_rows > 0
+            if launches in seen:
+                continue
+            seen.add(launches)
             row = {"plan": cell.label, "launches": len(plan.shape.launches) + (plan.shape.partial_rows > 0)}
             found.append(row | _first_call(tree, cell.heads, plan))
             if tiny:
