@@ -9,7 +9,7 @@ penalty for every constant that moves by more than about a quarter. GPUs that no
 constants scaled by the datasheets' ratios.
 
 To these come launches of published strategies in FastTree's cells, of a kind that ``auto``'s plans lack
-(``launches_of_named``).
+(``launches_of_named``). Tiles that came later (``LATER_SHAPES``) are fitted to their own launches while all else stays.
 
 The reductions of the same plans are fitted likewise. Shown, too, is what the profile would choose among those plans.
 

@@ -143,19 +143,13 @@ def _pad(buffer_ref, outputs, program, grid, *, rows, shape):
 
 def _read_item(buffer_ref, launch, number) -> _Item:
     record = launch.items_at + number * lo.ITEM_SIZE
-    row, num_rows, plain, num_plain, masked, num_masked, partial = (
-        buffer_ref[record + field]
-        for field in (
-            lo.ROW,
-            lo.NUM_ROWS,
-            lo.PLAIN_BEGIN,
-            lo.PLAIN_COUNT,
-            lo.MASKED_BEGIN,
-            lo.MASKED_COUNT,
-            lo.PARTIAL,
-        )
+    return _Item(
+        row=buffer_ref[record + lo.ROW],
+        num_rows=buffer_ref[record + lo.NUM_ROWS],
+        entries=(buffer_ref[record + lo.PLAIN_BEGIN], buffer_ref[record + lo.MASKED_BEGIN]),
+        counts=(buffer_ref[record + lo.PLAIN_COUNT], buffer_ref[record + lo.MASKED_COUNT]),
+        partial=buffer_ref[record + lo.PARTIAL],
     )
-    return _Item(row, num_rows, (plain, masked), (num_plain, num_masked), partial)
 
 
 def _run_item(
