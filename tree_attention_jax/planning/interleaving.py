@@ -32,7 +32,7 @@ class Turns(NamedTuple):
 def take_turns(
     problem: Problem, tiling: Tiling, pieces: Pieces, start: np.ndarray, stop: np.ndarray, upto: np.ndarray, unit: int
 ) -> Turns | None:
-    """The order of masked entries in which those of a Mosaic tile take turns; None where they are in order already.
+    """The order in which masked entries of Mosaic tiles take turns; None where it is known to be that of the table.
 
     Args:
         problem: gives the rows that see each node.
