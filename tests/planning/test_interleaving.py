@@ -9,6 +9,7 @@ from random_forests import forests, grown, quick
 
 import tree_attention_jax as ta
 from pallas_kernels import layout as lo
+from tree_attention_jax.planning import interleaving
 
 
 def halves(plan: ta.TreePlan) -> list[str]:
@@ -84,3 +85,25 @@ def test_cover(case, horizon: int, data):
     for step in range(1, horizon + 1 if growing else 1):
         plan = plan.advance()
         plan.check(grown(tree, step))
+
+
+@pytest.mark.parametrize("heads", [Heads(4, 1), Heads(8, 8), Heads(32, 4)], ids=str)
+def test_tiles_that_are_alike_take_the_turns_of_one(heads: Heads, monkeypatch: pytest.MonkeyPatch):
+    """The order worked out for one tile of a regular tree is the one worked out for all tiles together."""
+    rng, shortcuts, trees = np.random.default_rng(7), 0, []
+    while len(trees) < 40:
+        sizes = np.cumprod(rng.choice([1, 1, 2, 4, 8], int(rng.integers(2, 5))))
+        trees.append(ta.TokenTree.from_levels(sizes, rng.integers(1, rng.choice([20, 300]), len(sizes))))
+    trees.append(ta.TokenTree([-1, -1, *[0] * 9, *[1] * 9], [40, 60, *[90] * 18]))  # tiles that are not alike
+    found = [halves_in_turns(tree, 16, heads).host.buffer for tree in trees]
+    of_one = interleaving._pieces_of_each
+
+    def none_alike(*columns) -> int:
+        nonlocal shortcuts
+        shortcuts += of_one(*columns) > 0
+        return 0
+
+    monkeypatch.setattr(interleaving, "_pieces_of_each", none_alike)
+    for tree, buffer in zip(trees, found):
+        np.testing.assert_array_equal(halves_in_turns(tree, 16, heads).host.buffer, buffer)
+    assert 10 < shortcuts < len(trees)

@@ -8,6 +8,7 @@ import numpy as np
 
 from pallas_kernels import layout as lo
 from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum, starts_of
+from tree_attention_jax.planning.interleaving import take_turns
 from tree_attention_jax.planning.pieces import Pieces
 from tree_attention_jax.planning.problem import Problem, pads_many
 from tree_attention_jax.planning.tiling import Tiling
@@ -61,6 +62,9 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     upto = starts_of(counts)
     num_plain = int(upto[border])
     head, seen = _fields(problem, pieces, border, chunks, upto, tiling)
+    masked_pieces = Pieces(*[column[border:] for column in pieces])
+    slots = chunks.start[border:], chunks.stop[border:]
+    turns = take_turns(problem, tiling, masked_pieces, *slots, upto[border:] - num_plain, chunks.units[1])
     begins = upto.take(indptr).astype(np.int32)
     real = begins[1:] - begins[:-1]
     none: np.ndarray = np.zeros(0, np.int32)
@@ -75,6 +79,8 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
         order = _with_reserves_last(pieces, piece, chunk)
         piece, chunk, head = (column.take(order) for column in (piece, chunk, head))
         seen = seen.take(order[num_plain:] - num_plain)
+        if turns is not None:
+            piece[num_plain:], chunk[num_plain:] = turns.of(piece[num_plain:]), turns.of(chunk[num_plain:])
         tile, node = pieces.tile.take(piece), pieces.node.take(piece)
     of_plain = begins[:num_tiles], real[:num_tiles]
     if repeats is not None:
@@ -86,7 +92,10 @@ def make_entries(problem: Problem, pieces: Pieces, tiling: Tiling) -> tuple[Entr
     plain = Entries(head[:num_plain], seen[:0], *of_plain, *growing)
     of_masked = begins[num_tiles:-1] - num_plain, real[num_tiles:]
     growing = tile[num_plain:], node[num_plain:], chunk[num_plain:]
-    masked = Entries(head[num_plain:], seen, *of_masked, *growing)
+    head = head[num_plain:]
+    if turns is not None:
+        head, seen = turns.of(head), turns.of(seen)
+    masked = Entries(head, seen, *of_masked, *growing)
     return plain, masked, chunks.units
 
 

@@ -12,7 +12,6 @@ from pallas_kernels.layout import TileClass
 from pallas_kernels.mosaic_geometry import PART, SMALLEST_COPY
 from tree_attention_jax._arrays import all_of, any_of, ceil_div, exclusive_cumsum, ragged_places, ragged_runs
 from tree_attention_jax.planning.entries import Entries, make_entries
-from tree_attention_jax.planning.interleaving import take_turns
 from tree_attention_jax.planning.pieces import cut_into_pieces
 from tree_attention_jax.planning.problem import Problem
 from tree_attention_jax.planning.tiles import loaded_at_once
@@ -38,7 +37,7 @@ class Items(NamedTuple):
 def lower(problem: Problem, tiling: Tiling, *, mask_all: bool = False) -> Items:
     """Turn a tiling into items. ``mask_all`` sends plain runs down the masked path too, to time it."""
     tiling = _row_tiles(problem, tiling)
-    pieces = take_turns(problem, tiling, cut_into_pieces(problem, tiling))
+    pieces = cut_into_pieces(problem, tiling)
     if mask_all:
         pieces = pieces._replace(masked=np.ones_like(pieces.masked))
     plain, masked, units = make_entries(problem, pieces, tiling)
