@@ -5,7 +5,8 @@ import pytest
 
 import tree_attention_jax as ta
 from tree_attention_jax.planning.plan import make_problem
-from tree_attention_jax.planning.strategies.cascade import cascade
+from tree_attention_jax.planning.strategies.cascade import PROGRAMS_PER_SM, cascade
+from tree_attention_jax.planning.tiles import resident_programs
 
 
 def plan(tree: ta.TokenTree, heads: tuple[int, int] = (32, 8)):
@@ -22,6 +23,15 @@ def test_one_launch_a_level_with_a_tile_by_average_rows():
     assert [tile.rows for tile in plan(tree).tiles] == [64, 16]
     tree = ta.TokenTree([-1] * 4 + [0] * 62 + [1, 2, 3], [16] * 69)
     assert [tile.rows for tile in plan(tree).tiles] == [128, 16]
+
+
+@pytest.mark.parametrize("heads", [(16, 1), (32, 8), (32, 32)])
+def test_two_programs_fit_on_an_sm(heads: tuple[int, int]):
+    """It cuts K/V so that so many run at once, so its tiles must leave them room."""
+    for levels in ([1, 4, 64], [1, 2, 512], [300]):
+        problem = make_problem(ta.TokenTree.from_levels(levels, [256] * len(levels)), 16, *heads, gpu="NVIDIA H200")
+        for tile in cascade(problem).tiles:
+            assert resident_programs(problem.heads, tile) >= PROGRAMS_PER_SM
 
 
 def test_levels_with_equal_tiles_remain_launches_of_their_own():

@@ -25,7 +25,7 @@ from tree_attention_jax.planning.tiling import Tiling
 
 PROGRAMS_PER_SM = 2
 MIN_CHUNK_TOKENS = 128
-WIDEST_STEP = 128
+WIDEST_STEP = 64  # tokens; longer ones leave an SM room for a single program
 
 
 def cascade(problem: Problem) -> Tiling:
